@@ -160,6 +160,7 @@ OTHER_MEANINGS = {
              "edgeinfer/cli/commands/info.py": "the weight", "edgeinfer/models/": "the weight",
              "edgeinfer/cli/reports/explain.py": "a part of a model", "kernels/": "the kernels"},
     "attention": {"kernels/": "the kernels", "edgeinfer/graph/architectures/": "a kind of layer",
+                  "edgeinfer/graph/ops/base.py": "a part of a model",
                   "edgeinfer/bundle/config_json.py": "a kind of layer",
                   "edgeinfer/cli/reports/explain.py": "a part of a model",
                   "edgeinfer/backends/onnx/export.py": "a setting of an export"},

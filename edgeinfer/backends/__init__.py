@@ -16,35 +16,42 @@ if TYPE_CHECKING:
     from .onnx.fitting import (
         check_draft,
         device_fits,
+        draft_planner,
         fill_device,
         fit_device,
         longest_ctx,
         memory_of,
         most_sequences,
-        plan_draft,
         smaller,
     )
     from .onnx.flavour import Flavour
+    from .onnx.known_sizes import known_of, known_planner
+    from .onnx.on_card import OnCard
     from .onnx.packages import check_wheels, import_onnxruntime
     from .onnx.planning import DevicePlanner, device_planner
     from .onnx.runner import OnnxRunner
+    from .onnx.sizes import Sizes
     from .onnx.states import UNTRIED_STATES
     from .onnx.verify import is_export, verify_export
 
-__all__ = ["PROVIDERS", "UNTRIED_STATES", "DevicePlanner", "ExportReport", "Flavour", "OnnxRunner", "Provider",
-           "check_draft", "check_wheels", "device_fits", "device_planner", "export", "fill_device", "fit_device",
-           "gpu_free_bytes", "import_onnxruntime", "is_export", "longest_ctx", "memory_of", "most_sequences",
-           "plan_draft", "provider_of", "read_gpu", "smaller", "verify_export", "why_not"]
+__all__ = ["PROVIDERS", "UNTRIED_STATES", "DevicePlanner", "ExportReport", "Flavour", "OnCard", "OnnxRunner",
+           "Provider", "Sizes", "check_draft", "check_wheels", "device_fits", "device_planner", "draft_planner",
+           "export", "fill_device", "fit_device", "gpu_free_bytes", "import_onnxruntime", "is_export", "known_of",
+           "known_planner", "longest_ctx", "memory_of", "most_sequences", "provider_of", "read_gpu", "smaller",
+           "verify_export", "why_not"]
 __getattr__ = lazily(__name__, {
     "onnx.devices": "PROVIDERS Provider provider_of why_not",
     "onnx.driver": "gpu_free_bytes read_gpu",
     "onnx.export": "ExportReport export",
     "onnx.flavour": "Flavour",
     "onnx.packages": "check_wheels import_onnxruntime",
-    "onnx.fitting": "check_draft device_fits fill_device fit_device longest_ctx memory_of most_sequences plan_draft "
+    "onnx.fitting": "check_draft device_fits draft_planner fill_device fit_device longest_ctx memory_of most_sequences "
                     "smaller",
+    "onnx.known_sizes": "known_of known_planner",
+    "onnx.on_card": "OnCard",
     "onnx.planning": "DevicePlanner device_planner",
     "onnx.runner": "OnnxRunner",
+    "onnx.sizes": "Sizes",
     "onnx.states": "UNTRIED_STATES",
     "onnx.verify": "is_export verify_export",
 })

@@ -26,7 +26,7 @@ from .hf_config.reader import ConfigReader
 from .layer_range import LAYER_RANGE, cut_before
 from .ops.alibi import alibi_bias, alibi_slopes
 from .ops.attention import Attention, RopeStore, RotateQueries, Rotation
-from .ops.base import Op, RowOp
+from .ops.base import ATTENTION, FFN, HEAD, PARTS, Op, RowOp
 from .ops.costs import KvAccess, OnDemand, Read, Sizes
 from .ops.experts import SCORES, ExpertsDown, ExpertsGated, ExpertsInput, Route, SigmoidGate, SortRoutes
 from .ops.latent import HeadLinear, LatentAttention, QuantizeHeads, StoreLatent
@@ -64,24 +64,25 @@ if TYPE_CHECKING:
     from .families.pre_tokenizer import DIGITS, GPT2, PreTokenizer
     from .shapes import Shape, builtin_shapes, other_names
 
-__all__ = ["DIGITS", "DRAFT_WORDS", "F_NORM", "GPT2", "INSTEAD", "LAYER_RANGE", "MAX_EXPERTS_PER_LAYER", "ORDER",
-           "OUTER_TYPE", "PASSES", "PREDICTORS", "PREDICTOR_TYPE", "QUANTISED", "RELUS", "ROUTER", "SCORES", "Activate",
-           "AddPositions", "Affine", "AlibiConfig", "Attention", "CausalConv", "Columns", "ConfigReader", "Decay",
-           "DeltaRule", "Embed", "ExpertModules", "ExpertsConfig", "ExpertsDown", "ExpertsGated", "ExpertsInput",
-           "Family", "GatedLinear", "GatedNorm", "GatherOutputs", "Gguf", "GgufExperts", "GgufMetadata", "GivenRows",
-           "Graph", "HeadLinear", "HeadOrder", "KvAccess", "LatentAttention", "LatentConfig", "LayerNorm", "Linear",
-           "LinearPart", "MatMul", "ModelConfig", "NeuronDown", "NeuronGated", "NormPart", "NormedSum", "Ollama",
-           "OnDemand", "Op", "PreTokenizer", "Quantize", "QuantizeHeads", "Read", "RecurrentConfig",
-           "RmsNorm", "RopeConfig", "RopeHalves", "RopeStore", "RotateQueries", "Rotation", "Route", "RowOp", "Rows",
-           "Sample", "ScoreMask", "Screen", "ScreenableHead", "ScreenedHead", "SelectedAttention", "SelectiveScan",
-           "Shape", "SigmoidGate", "SignMask", "Sizes", "SortRoutes", "Source", "StateRule", "Step", "StoreLatent",
-           "Tap", "Tensor", "TokenRows", "Transposed", "TypeOf", "Types", "Weight", "WeightType", "alibi_bias",
-           "alibi_slopes", "apply", "approximate", "approximates", "build_draft_head", "build_graph", "builtin_shapes",
-           "check", "check_runnable", "cut_before", "draft_head_prefix", "expected_types", "family_of",
-           "fill_rope_tables", "find_head", "fitting", "gguf_architectures", "gguf_of", "graph_pass", "inner_type",
-           "insert_after", "inverse_frequencies", "is_quantised", "least_score", "other_names", "parameters",
-           "plain_value", "pre_tokenizers", "quantize_activations", "read_config", "requested_types", "rope_tables",
-           "seeing_models", "supported_architectures", "with_head", "with_predictor", "with_screen", "with_selection",
+__all__ = ["ATTENTION", "DIGITS", "DRAFT_WORDS", "FFN", "F_NORM", "GPT2", "HEAD", "INSTEAD", "LAYER_RANGE",
+           "MAX_EXPERTS_PER_LAYER", "ORDER", "OUTER_TYPE", "PARTS", "PASSES", "PREDICTORS", "PREDICTOR_TYPE",
+           "QUANTISED", "RELUS", "ROUTER", "SCORES", "Activate", "AddPositions", "Affine", "AlibiConfig", "Attention",
+           "CausalConv", "Columns", "ConfigReader", "Decay", "DeltaRule", "Embed", "ExpertModules", "ExpertsConfig",
+           "ExpertsDown", "ExpertsGated", "ExpertsInput", "Family", "GatedLinear", "GatedNorm", "GatherOutputs",
+           "Gguf", "GgufExperts", "GgufMetadata", "GivenRows", "Graph", "HeadLinear", "HeadOrder", "KvAccess",
+           "LatentAttention", "LatentConfig", "LayerNorm", "Linear", "LinearPart", "MatMul", "ModelConfig",
+           "NeuronDown", "NeuronGated", "NormPart", "NormedSum", "Ollama", "OnDemand", "Op", "PreTokenizer",
+           "Quantize", "QuantizeHeads", "Read", "RecurrentConfig", "RmsNorm", "RopeConfig", "RopeHalves", "RopeStore",
+           "RotateQueries", "Rotation", "Route", "RowOp", "Rows", "Sample", "ScoreMask", "Screen", "ScreenableHead",
+           "ScreenedHead", "SelectedAttention", "SelectiveScan", "Shape", "SigmoidGate", "SignMask", "Sizes",
+           "SortRoutes", "Source", "StateRule", "Step", "StoreLatent", "Tap", "Tensor", "TokenRows", "Transposed",
+           "TypeOf", "Types", "Weight", "WeightType", "alibi_bias", "alibi_slopes", "apply", "approximate",
+           "approximates", "build_draft_head", "build_graph", "builtin_shapes", "check", "check_runnable",
+           "cut_before", "draft_head_prefix", "expected_types", "family_of", "fill_rope_tables", "find_head",
+           "fitting", "gguf_architectures", "gguf_of", "graph_pass", "inner_type", "insert_after",
+           "inverse_frequencies", "is_quantised", "least_score", "other_names", "parameters", "plain_value",
+           "pre_tokenizers", "quantize_activations", "read_config", "requested_types", "rope_tables", "seeing_models",
+           "supported_architectures", "with_head", "with_predictor", "with_screen", "with_selection",
            "without_approximations", "words_of"]
 __getattr__ = lazily(__name__, {"families.family": "ExpertModules Family Gguf GgufExperts Ollama",
                                 "families.gguf_metadata": "GgufMetadata plain_value with_head",

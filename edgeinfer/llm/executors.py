@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from edgeinfer.devices import DeviceProfile, Traffic
     from edgeinfer.memory_planner import MemoryPlan, Planner
 
-    from ..backends import DevicePlanner, Provider
+    from ..backends import DevicePlanner, OnCard, Provider
     from ..bundle import Bundle
     from ..graph import Graph
     from ..models.description import ModelDescription
@@ -43,6 +43,13 @@ class Executor(NamedTuple):
     def provider(self) -> Provider | None:
         """The execution provider; None: our own kernels."""
         return self.planner.provider if self.planner else None
+
+    def on_card(self, model: ModelDescription, ctx: int) -> OnCard | None:
+        """Return the run on the card that was asked about, with a context; None if there is none, or not by CUDA."""
+        if not (self.planner and self.profile):
+            return None
+        config = replace(self.config, ctx=ctx, threads=1)
+        return backends.OnCard(self.planner, config, model.traffic(config.kv))
 
 
 def executor_on(provider: Provider, graph: Graph, config: RuntimeConfig, kv: str | None = None,

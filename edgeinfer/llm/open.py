@@ -194,14 +194,15 @@ def opened_on(provider: Provider, bundle: Bundle, config: RuntimeConfig,
         runner = backends.OnnxRunner(bundle, config, provider, say)
         opened.callback(runner.close)
         return runner, None
-    from edgeinfer.memory_planner import resolve
+    from edgeinfer.memory_planner import resolve, to_request
 
     from ..engine.speculation.load import Draft
 
     assert isinstance(companion, Draft)  # a part of the model was refused for this device
     backends.check_draft(config, provider.device)
     planner, taken = backends.device_planner(as_stored(bundle), config, provider, config.kv)
-    draft_memory, own = backends.plan_draft(planner, resolve(taken, bundle.config), as_stored(companion.bundle))
+    draft_planner, own = backends.draft_planner(planner, resolve(taken, bundle.config), as_stored(companion.bundle))
+    draft_memory = draft_planner.plan(to_request(own))
     runner = backends.OnnxRunner(bundle, config, provider, say, draft_memory)
     opened.callback(runner.close)
     draft = backends.OnnxRunner(companion.bundle, own, provider, say, plan=draft_memory)

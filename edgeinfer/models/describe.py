@@ -124,7 +124,7 @@ def _of_type(name: str, meant: Spoken, weights: str | None, group_size: int | No
     type_of = types_of_file(meant.file_type, model.num_hidden_layers, model.tie_word_embeddings)
     graph = build_graph(model, type_of, recipe)
     kinds = [type_of(weight) for weight in graph.weights if weight.kind in ("matrix", "ffn", "experts")]
-    kind = max(set(kinds), key=kinds.count)
+    kind = max(dict.fromkeys(kinds), key=kinds.count)
     ends = [type_of(weight).dtype for weight in graph.weights if weight.kind in ("embedding", "head")]
     quantisation = Quantisation(kind.dtype, kind.group_size, ends[0], ends[-1])
     return ModelDescription(name, f"{source}, as {_file_in_words(meant)}", model, quantisation, graph,

@@ -12,7 +12,7 @@ from ..base.dataclass import dataclass
 from ..base.units import format_size
 from ..bundle import Quantisation
 from ..config import KV_TYPES, Recipe, RuntimeConfig
-from ..graph import Graph, KvAccess, ModelConfig, Read, TypeOf, build_graph, parameters
+from ..graph import Graph, KvAccess, ModelConfig, Read, TypeOf, build_graph, expected_types, parameters
 from ..quant import KV_TYPES as STORED_KV
 from ..quant import TYPES
 from ..registry import with_techniques
@@ -135,6 +135,12 @@ class ModelDescription:
     def rebuild(self, type_of: TypeOf) -> Graph:
         """Give the graph with weights stored in another way."""
         return build_graph(self.config, type_of, self.recipe)
+
+    @property
+    def as_stored(self) -> Graph:
+        """The graph without passes, as devices of onnxruntime take it."""
+        plain = Recipe(())
+        return self.graph if self.recipe == plain else build_graph(self.config, expected_types(self.graph.types), plain)
 
     @cached_property
     def _traffic_by_kv(self) -> dict[str, Traffic]:

@@ -6,16 +6,21 @@ The table is shape_sizes.json; ``python -m tests.make_sizes`` makes it from the 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import fields, replace
-from functools import cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..base.dataclass import dataclass
+from ..config import CUDA, Recipe, RuntimeConfig
+from ..errors import UnsupportedModelError
 
 if TYPE_CHECKING:
+    from edgeinfer.backends import DevicePlanner, OnCard
     from edgeinfer.devices import Traffic
 
+    from ..graph import ModelConfig
     from .description import ModelDescription
 
 TYPES = ("f16", "int8", "Q6_K", "Q5_K_M", "Q4_K_M", "q4", "Q4_0", "IQ4_XS")
@@ -29,8 +34,8 @@ TERNARY = ("q2", "q4", "int8", "f16")
 """Types that hold the weights of a model that was trained with three values, all exactly, the smallest first."""
 EITHER = ("Q5_K_M", "Q4_K_M")
 """Types of files that can be made too (``convert --weights q4_k_m``)."""
-OF_TYPE = ("weight_bytes", "prefill_weight_bytes", "pure_bits")
-"""Fields of the traffic that depend on the type."""
+OF_TYPE = ("weight_bytes", "prefill_weight_bytes", "pure_bits", "ffn_bytes")
+"""Fields of the traffic that depend on the type; the last is in the table for mixtures of experts alone."""
 KV, CTX = "int8", 4096
 """Type of the KV cache in the table, and the context whose plan it is from."""
 
@@ -50,6 +55,8 @@ class Sized:
     other_bytes: int
     """Bytes of a run with a context of `CTX`, without weights and KV cache."""
     traffic: Traffic
+    on_card: Callable[[int, int | None], OnCard] | None = None
+    """Plans the run on an NVIDIA card with a context and a limit of the process; None if CUDA refuses the model."""
     ternary: bool = False
     """True if its weights have three values, which no type of `TERNARY` rounds."""
 
@@ -63,7 +70,7 @@ def row_of(model: ModelDescription, total_bytes: int) -> dict[str, Any]:
     """Return the table's entry of a model: `total_bytes` are those of its plan."""
     traffic = model.traffic(KV)
     common = {one.name: getattr(traffic, one.name) for one in fields(traffic)
-              if one.name not in (*OF_TYPE, "ffn_bytes", "topn") and getattr(traffic, one.name) != one.default}
+              if one.name not in (*OF_TYPE, "topn", "types") and getattr(traffic, one.name) != one.default}
     sized = Sized("", "", model.parameters, 0, model.weight_bytes, 0, traffic)
     return {"parameters": model.parameters, "longest": model.config.max_position_embeddings,
             "other_bytes": round(total_bytes - sized.run_bytes(CTX)), "traffic": common}
@@ -72,13 +79,42 @@ def row_of(model: ModelDescription, total_bytes: int) -> dict[str, Any]:
 def of_type(model: ModelDescription) -> list[float]:
     """Return the table's entry of a type: bytes of the file, and the fields of `OF_TYPE`."""
     traffic = model.traffic(KV)
-    return [model.weight_bytes, *(getattr(traffic, name) for name in OF_TYPE)]
+    return [model.weight_bytes, *(getattr(traffic, name) for name in OF_TYPE[:None if traffic.experts else -1])]
 
 
-def of_description(model: ModelDescription, kind: str, total_bytes: int, ctx: int) -> Sized:
-    """Return a model that is no built-in shape; `total_bytes` are those of its plan with a context of `ctx`."""
+def card_planner(model: ModelDescription) -> DevicePlanner | None:
+    """Return the planner of runs of a described model on NVIDIA's cards; None if CUDA does not run it."""
+    from ..backends import PROVIDERS, device_planner
+
+    try:
+        return device_planner(model.as_stored, RuntimeConfig(ctx=CTX, recipe=Recipe(())), PROVIDERS[CUDA])[0]
+    except UnsupportedModelError:
+        return None
+
+
+def lowered_of(models: dict[str, ModelDescription]) -> dict[str, Any]:
+    """Return the table's entry of a model on NVIDIA's cards, from its descriptions by type of the weights; empty if
+    CUDA does not run it. Types that become the same are there once."""
+    from ..backends import known_of
+
+    shape, types, of = dict[str, float](), list[list[float]](), dict[str, int]()
+    for kind, model in models.items():
+        if (planner := card_planner(model)) is None:
+            return {}
+        shape, found = known_of(planner, CTX)
+        types += [found] if found not in types else []
+        of[kind] = types.index(found)
+    return {"lowered": {**shape, "types": types, "of": of}}
+
+
+def of_description(model: ModelDescription, kind: str, total_bytes: int, ctx: int,
+                   planner: DevicePlanner | None = None) -> Sized:
+    """Return a model that is no built-in shape; `total_bytes` are those of its plan with a context of `ctx`, and
+    `planner` that of its runs on NVIDIA's cards."""
+    from ..backends import OnCard
+
     sized = Sized(model.name, kind, model.parameters, model.config.max_position_embeddings, model.weight_bytes, 0,
-                  model.traffic(KV))
+                  model.traffic(KV), partial(OnCard.known, planner, model.traffic(KV)) if planner else None)
     return replace(sized, other_bytes=round(total_bytes - sized.run_bytes(ctx)))
 
 
@@ -104,6 +140,23 @@ def sized(name: str, kind: str) -> Sized:
 
     row = _table()[name]
     nbytes, *values = row["types"][kind]
-    traffic = Traffic(**row["traffic"], **dict(zip(OF_TYPE, values, strict=True)))
+    traffic = Traffic(**row["traffic"], **dict(zip(OF_TYPE, values, strict=False)))
     return Sized(name, kind, row["parameters"], row["longest"], nbytes, row["other_bytes"], traffic,
-                 ternary="q2" in row["types"])
+                 partial(_on_card, name, kind) if "lowered" in row else None, ternary="q2" in row["types"])
+
+
+@lru_cache(1 << 13)
+def _on_card(name: str, kind: str, ctx: int, budget: int | None) -> OnCard:
+    """Return the run of a built-in shape on NVIDIA's cards, which all of them share."""
+    from ..backends import OnCard, known_planner
+
+    row = _table()[name]["lowered"]
+    planner = known_planner(_config(name), row, row["types"][row["of"][kind]])
+    return OnCard.known(planner, sized(name, kind).traffic, ctx, budget)
+
+
+@cache
+def _config(name: str) -> ModelConfig:
+    from ..graph import builtin_shapes, read_config
+
+    return read_config(dict(builtin_shapes()[name].config))

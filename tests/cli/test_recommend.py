@@ -92,7 +92,9 @@ def test_a_model_of_three_values_is_compared_in_types_that_hold_them() -> None:
     assert out["types"][0]["total_bytes"] == pytest.approx(planned["total_bytes"], rel=0.02)
     assert edgeinfer(*asked).out.startswith("q2 holds the model's three values exactly")
     found = edgeinfer("recommend", "bitnet-2b", "--all-devices", "--json").json["devices"]
-    assert len(found) > 100 and {row["weights"] for row in found} == {"q2"}
+    assert len(found) > 100
+    for one in found:  # cards have no operator for codes of 2 bits and hold them in 8
+        assert one["weights"] == ("q4" if one["program"] == "edgeinfer with onnxruntime" else "q2")
 
 
 def test_models_on_disk_are_compared(tmp_path: Path) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from edgeinfer.config import CUDA, ONNX_CPU
-from edgeinfer.graph import Graph, ModelConfig
+from edgeinfer.graph import ModelConfig
 from edgeinfer.memory_planner import Request
 
 from .devices import Provider
-from .flavour import Heads, kv_layers, layers_read
+from .flavour import Heads
+from .sizes import Sizes
 from .slabs import FLOATS
 from .topk_sampling import RETURNED_LOGITS
 
@@ -18,17 +19,17 @@ PARTIAL_ARENA_SHARE = 2.25
 """The same of both where a provider has operations on it (2.1 measured at most)."""
 
 
-def arena_bytes(graph: Graph, request: Request, provider: Provider, positions: int) -> int:
+def arena_bytes(c: ModelConfig, sizes: Sizes, request: Request, provider: Provider, positions: int) -> int:
     """Return the bytes of activations that live together, and of the CPU provider's scores; its arena is larger.
 
     Its attention in f32 has scores in blocks (1.32), unless the model caps them or has sinks.
     """
-    c, size = graph.config, FLOATS[request.kv]().itemsize
+    size = FLOATS[request.kv]().itemsize
     outputs = request.outputs * (c.vocab_size * (4 + size) + RETURNED_LOGITS * 12)
     rows = request.tokens * row_values(c) * (4 if provider.device == ONNX_CPU else size) + outputs
     whole = request.kv == "f16" or c.attention_softcap or c.attention_sinks or provider.partial
     scores = 4 * score_values(c, request.tokens, request.ctx, provider.device != CUDA and bool(whole))
-    scores += read_again(graph, positions, request.sequences) * size
+    scores += sizes.copied_kv * positions * request.sequences * size
     if provider.device == CUDA:
         return rows + scores
     if provider.partial:
@@ -57,9 +58,3 @@ def row_values(config: ModelConfig) -> int:
 def score_values(config: ModelConfig, tokens: int, ctx: int, materialised: bool) -> int:
     """Return the scores that are in memory at one time, if attention has them whole, and the biases of ALiBi."""
     return config.num_attention_heads * tokens * ctx * (materialised + 2 * bool(config.alibi))
-
-
-def read_again(graph: Graph, positions: int, sequences: int) -> int:
-    """Return the values of K and V that attention copies in a layer that reads those of another."""
-    layers, shared = kv_layers(graph), layers_read(graph.config)
-    return max((2 * layers[i].kv * layers[i].stored_dim * positions * sequences for i in shared), default=0)

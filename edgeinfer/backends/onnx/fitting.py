@@ -60,7 +60,7 @@ def fit_device(planner: DevicePlanner, config: RuntimeConfig, draft_plan: Memory
     BudgetError
         It does not fit; the sentence has alternatives.
     """
-    config = replace(resolve(config, planner.graph.config), outputs=config.outputs)  # fewer sequences need fewer
+    config = replace(resolve(config, planner.config), outputs=config.outputs)  # fewer sequences need fewer
     host, device = memory_of(planner.provider, config)
 
     def both(plan: MemoryPlan) -> MemoryPlan:
@@ -87,12 +87,11 @@ def fill_device(planner: DevicePlanner, config: RuntimeConfig, fits: Fits) -> Me
     return planner.plan(to_request(replace(config, max_sequences=slots)))
 
 
-def plan_draft(planner: DevicePlanner, config: RuntimeConfig, draft: Graph) -> tuple[MemoryPlan, RuntimeConfig]:
-    """Plan a draft model on the device of a model, whose settings have no open fields; returns its own too."""
+def draft_planner(planner: DevicePlanner, config: RuntimeConfig, draft: Graph) -> tuple[DevicePlanner, RuntimeConfig]:
+    """Return the planner of a draft model on the device of a model, whose settings have no open fields, and its own."""
     own = replace(draft_config(planner.plan(to_request(config)), 1), budget_bytes=config.budget_bytes,
                   threads=config.threads, kv_layout=config.kv_layout)
-    draft_plan, own = device_planner(draft, own, planner.provider, own.kv)
-    return draft_plan.plan(to_request(own)), own
+    return device_planner(draft, own, planner.provider, own.kv)
 
 
 def check_draft(config: RuntimeConfig, device: str) -> None:
@@ -120,7 +119,7 @@ def smaller(planner: DevicePlanner, config: RuntimeConfig, fits: Fits) -> Iterat
     filling = fills(config)
     if filling and not planner.paged:
         config = replace(config, max_sequences=1)
-    longest = min(int(config.ctx or 0), planner.graph.config.max_position_embeddings)
+    longest = min(int(config.ctx or 0), planner.config.max_position_embeddings)
     if ctx := longest_ctx(planner, config, fits, longest):
         yield Alternative({"ctx": ctx}, planner.plan(to_request(config, ctx)).total_bytes)
     if config.own_tokens is not None or filling:

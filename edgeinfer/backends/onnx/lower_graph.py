@@ -25,6 +25,7 @@ def lower_graph(graph: Graph, flavour: Flavour) -> Lowering:
     declare(at)
     for op in graph.ops:
         lower(op, at)
+        at.ends.append(len(at.nodes))
     return at
 
 

@@ -53,6 +53,8 @@ class Lowering:
     def __init__(self, graph: Graph, flavour: Flavour):
         self.graph, self.flavour, self.dtype = graph, flavour, flavour.dtype
         self.nodes: list[Node] = []
+        self.ends: list[int] = []
+        """Number of nodes after each operation of the graph."""
         self.stored: dict[str, Stored] = {}
         self.integers: dict[str, tuple[int, ...]] = {}
         """Small constants (shapes, axes), which are in the model itself."""

@@ -6,15 +6,16 @@ CUDA were measured on an H100 (docs/measurements/gpu.md).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache, partial
 
 import numpy as np
 
 from edgeinfer.base.units import format_size
 from edgeinfer.config import CUDA, ONNX_CPU, PAGES, SLOTS, Recipe, RuntimeConfig
 from edgeinfer.errors import UsageError
-from edgeinfer.graph import Graph
+from edgeinfer.graph import Graph, ModelConfig
 from edgeinfer.memory_planner import (
     DEVICE,
     VOCABULARY_RESERVE_BYTES,
@@ -30,14 +31,12 @@ from edgeinfer.registry import each, technique
 
 from .activations import ARENA_SHARE, arena_bytes
 from .devices import Provider
-from .flavour import Flavour, kv_layers
-from .lower_graph import lower_graph
+from .flavour import Flavour
 from .pages import LAYOUT as PAGE_LAYOUT
 from .pages import table_widths
-from .sizes import Sizes, written_out
-from .slabs import FLOATS, STATE_BLOCKS, Layout, block_bytes
+from .sizes import Matmul, Sizes, written_out
+from .slabs import FLOATS, STATE_BLOCKS, Layout
 from .slots import LAYOUT as SLOT_LAYOUT
-from .states import states_of
 from .step import step_outputs, step_sizes
 from .topk_sampling import RETURNED_LOGITS
 
@@ -115,9 +114,15 @@ def device_planner(graph: Graph, config: RuntimeConfig, provider: Provider,
             raise UsageError(f"--kv-memory is for pages, and this model {why}; lower --ctx instead.")
         config = replace(config, kv_layout=SLOTS)
     config = device_config(replace(config, kv=kv or provider.kv[0]), provider)
-    planner = DevicePlanner(graph, provider, config.kv_layout)
+    planner = DevicePlanner(graph.config, provider, config.kv_layout, partial(_lowered, graph))
     planner.lower(to_request(config))
     return planner, config
+
+
+def _lowered(graph: Graph, flavour: Flavour) -> Sizes:
+    from .lower_graph import lower_graph
+
+    return Sizes.of(lower_graph(graph, flavour))
 
 
 class DevicePlanner:
@@ -125,16 +130,18 @@ class DevicePlanner:
 
     Parameters
     ----------
-    graph : Graph
-        Without passes.
+    config : ModelConfig
     provider : Provider
     kv_layout : {"slots", "pages"}
+    lowered : callable
+        Returns the sizes of the model for a target of the lowering, once for each.
     """
 
-    def __init__(self, graph: Graph, provider: Provider, kv_layout: str | None):
-        self.graph, self.provider, self.paged = graph, provider, kv_layout == PAGES
+    def __init__(self, config: ModelConfig, provider: Provider, kv_layout: str | None,
+                 lowered: Callable[[Flavour], Sizes]):
+        self.config, self.provider, self.paged = config, provider, kv_layout == PAGES
         self.layout: Layout = PAGE_LAYOUT if self.paged else SLOT_LAYOUT
-        self._lowered: dict[Flavour, Sizes] = {}
+        self._lowered = cache(lowered)
 
     def flavour(self, request: Request) -> Flavour:
         """Return the target of the lowering; its tables have all positions, so that it serves every context.
@@ -142,21 +149,19 @@ class DevicePlanner:
         LongRoPE and dynamic scaling have other frequencies in contexts no longer than that of the training; tables for
         these end there. Beyond it each context has its own with dynamic scaling.
         """
-        rope, ctx = self.graph.config.rope, None
-        trained = min(rope.original_max_position_embeddings, self.graph.config.max_position_embeddings)
+        rope, ctx = self.config.rope, None
+        trained = min(rope.original_max_position_embeddings, self.config.max_position_embeddings)
         if rope.kind in ("longrope", "dynamic") and request.ctx <= trained:
             ctx = trained
         elif rope.kind == "dynamic":
             ctx = request.ctx
         return Flavour(dtype=request.kv, attention=self.layout.attention, ctx=ctx,
-                       top_k=min(RETURNED_LOGITS, self.graph.config.vocab_size),
-                       nibbles=self.provider.device == ONNX_CPU and not self.paged).checked(self.graph.config)
+                       top_k=min(RETURNED_LOGITS, self.config.vocab_size),
+                       nibbles=self.provider.device == ONNX_CPU and not self.paged).checked(self.config)
 
     def lower(self, request: Request) -> Sizes:
-        """Return the sizes of the model as a request has it, lowered once; raises as `lower_graph`."""
-        if (flavour := self.flavour(request)) not in self._lowered:
-            self._lowered[flavour] = Sizes.of(lower_graph(self.graph, flavour))
-        return self._lowered[flavour]
+        """Return the sizes of the model as a request has it; raises as `lower_graph`."""
+        return self._lowered(self.flavour(request))
 
     @property
     def spare(self) -> int:
@@ -179,12 +184,12 @@ class DevicePlanner:
             return replace(request, kv_tokens=None)
         if request.kv_memory is None:
             return request
-        page = block_bytes(kv_layers(self.graph), self.positions(request), request.kv)
+        page = self._block(request)
         pages = max(1, request.kv_memory // page - self.spare)
         return replace(request, kv_memory=None, kv_tokens=pages * self.positions(request))
 
     def _regions(self, request: Request, blocks: int) -> Iterator[Region]:
-        c, cuda = self.graph.config, self.provider.device == CUDA
+        c, cuda = self.config, self.provider.device == CUDA
         provider = self.provider.for_sequences(request.sequences)
         here = DEVICE if cuda else "private"
         yield from self._weights(request, here)
@@ -192,9 +197,9 @@ class DevicePlanner:
         yield kv
         yield from self._states(request, here)
         copy = self._written_out(request, provider)
-        arena = arena_bytes(self.graph, request, provider, self.positions(request)) + copy
-        if provider.device == ONNX_CPU:
-            cpu = self.lower(request).cpu
+        own = self.lower(request)
+        arena = arena_bytes(c, own, request, provider, self.positions(request)) + copy
+        if (cpu := own.cpu) and provider.device == ONNX_CPU:
             arena = max(arena + round(2 * ARENA_SHARE * 4 * request.tokens * cpu.summed), cpu.opening)
         yield Region("arena", arena, f"activations of {request.tokens} tokens, at most"
                      + (f", and a matrix as f16 for its matmul ({format_size(copy)})" if copy else ""), here)
@@ -211,9 +216,9 @@ class DevicePlanner:
 
     def _weights(self, request: Request, here: str) -> Iterator[Region]:
         """Weights as they are in the model, and as the provider holds them besides."""
-        c, kv, own, cuda = self.graph.config, request.kv, self.lower(request), here == DEVICE
+        c, kv, own, cuda = self.config, request.kv, self.lower(request), here == DEVICE
         more = f", with {format_size(own.more)} for codes that no operator has" if own.more > 0 else ""
-        if self.provider.device == ONNX_CPU:
+        if own.cpu and self.provider.device == ONNX_CPU:
             yield Region("weights", own.cpu.read(request.ctx * request.sequences),
                          f"pages of the model's file ({format_size(own.data)}{more}) that stay in memory", "mapped")
             yield Region("prepacked", own.cpu.packed, "onnxruntime's own copies of matrices and scales", here)
@@ -227,10 +232,14 @@ class DevicePlanner:
             yield Region("compiled", own.codes + table, f"the provider's copy of matrices, and the embedding in {kv}",
                          here)
 
+    def _block(self, request: Request) -> int:
+        """Return the bytes of K and V of a slot or a page."""
+        return 2 * self.lower(request).kv_width * self.positions(request) * FLOATS[request.kv]().itemsize
+
     def _kv(self, request: Request, blocks: int, here: str) -> Region:
         """Slots or pages."""
         positions = self.positions(request)
-        block = block_bytes(kv_layers(self.graph), positions, request.kv)
+        block = self._block(request)
         held, kind = (held_words(request), "pages") if self.paged else ("", "slots")
         spare = ", and one for idle rows" if self.spare else ""
         return Region("kv", (blocks + self.spare) * block, f"{request.kv}, {blocks} {kind}{held} of {positions} "
@@ -238,40 +247,41 @@ class DevicePlanner:
 
     def state_bytes(self, request: Request) -> tuple[int, int]:
         """Return the bytes of a slot that recurrent layers have in matrices, and in inputs of convolutions."""
-        found = states_of(self.graph, request.kv)
-        matrices = sum(one.nbytes for one in found if one.is_matrix)
-        return matrices, sum(one.nbytes for one in found) - matrices
+        own = self.lower(request)
+        return own.matrix_state_bytes, own.state_bytes - own.matrix_state_bytes
 
     def _states(self, request: Request, here: str) -> Iterator[Region]:
         """States of recurrent layers in each slot, and twice more; see `Slabs`."""
-        if each := sum(self.state_bytes(request)):
+        if each := self.lower(request).state_bytes:
             slots = request.sequences + STATE_BLOCKS
             yield Region("state", slots * each, f"recurrent state: {slots} slots x {each} bytes ({request.sequences} "
                                                 "sequences, a running prompt, an empty one)", here)
 
     def _cuda(self, request: Request, sizes: int, kv: Region) -> Iterator[Region]:
         """Memory that CUDA takes for itself, with steps of so many sizes, and that of tensors on their way to it."""
-        layers, positions = kv_layers(self.graph), self.positions(request)
+        positions, own = self.positions(request), self.lower(request)
         graphs = sizes * (table_widths(-(-request.ctx // positions)) if self.paged else 1)
         yield Region("context", CONTEXT_BYTES + GRAPH_BYTES * graphs,
                      f"CUDA's context, code and workspaces, {graphs} graphs of decode steps; measured on an H100",
                      DEVICE)
-        widest = max((block_bytes({i: heads}, positions, request.kv) for i, heads in layers.items()), default=0)
-        slab = kv.nbytes // max(1, block_bytes(layers, positions, request.kv)) * widest // 2
-        slab = max(slab, *(one.nbytes * (request.sequences + STATE_BLOCKS)
-                           for one in states_of(self.graph, request.kv)), 0)
-        yield Region("staging", 2 * self.lower(request).largest + slab,
+        slab = kv.nbytes // max(1, own.kv_width) * own.widest_kv // 2
+        slab = max(slab, own.largest_state * (request.sequences + STATE_BLOCKS))
+        yield Region("staging", 2 * own.largest + slab,
                      "the largest tensor, read and repacked, and a slab of a layer, on their way")
 
     def _written_out(self, request: Request, provider: Provider) -> int:
         """Bytes of the largest matrix that matmuls write out as f16: on partial providers in all f16 models."""
-        own, vocabulary = self.lower(request), self.graph.config.vocab_size
         if provider.device == CUDA:
-            return max((written_out(one, request.outputs if one.rows == vocabulary else request.tokens,
-                                    provider.fast_matmuls) for one in own.matmuls), default=0)
+            return self.largest_written_out(request, provider.fast_matmuls)[0]
         if provider.partial and request.kv == "f16":
-            return max((2 * rows * columns for rows, columns, *_ in own.matmuls), default=0)
+            return max((2 * rows * columns for rows, columns, *_ in self.lower(request).matmuls), default=0)
         return 0
+
+    def largest_written_out(self, request: Request, fast_matmuls: bool = False) -> tuple[int, Matmul | None]:
+        """Return the most bytes of a matrix that CUDA writes out as f16, and its matmul."""
+        vocabulary = self.config.vocab_size
+        return max(((written_out(one, request.outputs if one.rows == vocabulary else request.tokens, fast_matmuls), one)
+                    for one in self.lower(request).matmuls), default=(0, None))
 
     def refusal(self, plan: MemoryPlan, host: int | None, device: int | None, options: list[Alternative]) -> str:
         """The sentence for a plan that does not fit."""

@@ -136,7 +136,8 @@ def _save_page(out: dict[str, Any], device: DeviceProfile, path: Path) -> None:
 
     meant = None if Path(out["model"]).exists() else spoken(out["model"]).shape
     known = meant is not None and meant.name in sizes.names()
-    types = compared(out["model"], meant.name, device, out["ctx"], kinds=sizes.TYPES) if meant and known else None
+    budget = out["process_budget_bytes"] or (out["budget_bytes"] if out["limited"] else None)
+    types = compared(out["model"], meant.name, device, out["ctx"], budget, sizes.TYPES) if meant and known else None
     save_page(out, types, path)
 
 

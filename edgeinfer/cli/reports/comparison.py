@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+from edgeinfer import devices
 
 from ...base.units import format_size
 from ...errors import UnsupportedModelError, UsageError
 from ...models import sizes
-from ...quality.known import LOSSES, loss_words
+from ...quality.known import loss_words
 from ..lengths import beyond
 from ..output import folded, print_table, speed
-from .recommendation import PROMPT, one
+from .recommendation import PROMPT, held, one
 
 if TYPE_CHECKING:
     from edgeinfer.devices import DeviceProfile
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 STORED = "as it is"
 """Type of a file or bundle that is compared with others."""
+OF_ROW = ("total_bytes", "low", "high", "decode_tok_per_s", "ttft_ms", "kld", "program", "unit")
+"""Fields that rows have in common with recommendations."""
 FILE, MAKE, EITHER = "GGUF", "convert", "either"
 
 
@@ -57,54 +60,54 @@ def compared_of(name: str, device: DeviceProfile, ctx: int | None, budget: int |
 
     own = describe(name)
     length = ctx or min(own.config.max_position_embeddings, sizes.CTX)
-    return {**_object(name, None, device, length, budget, _described(own, length)),
+    models = _described(own, length, devices.served(device) is not None)
+    return {**_object(name, None, device, length, budget, models),
             "quantised": bool(own.file_types), "bundle": own.bundle is not None}
 
 
-def _described(own: ModelDescription, ctx: int) -> Iterator[Sized]:
-    """Yield a model as it is stored, and with the types that it can be converted to."""
+def _described(own: ModelDescription, ctx: int, card: bool) -> Iterator[Sized]:
+    """Yield a model as it is stored, and with the types that it can be converted to, for NVIDIA's cards as well."""
     from ...models.describe import describe
 
     if own.bundle or own.file_types:
-        yield _sized(own, STORED, ctx)
+        yield _sized(own, STORED, ctx, card)
     for kind in sizes.MADE:
         with suppress(UnsupportedModelError, UsageError):  # types that its weights cannot be stored in
             found = describe(own.name, kind)
             if not own.file_types or found.weight_bytes < own.weight_bytes:
-                yield _sized(found, kind, ctx)
+                yield _sized(found, kind, ctx, card)
 
 
-def _sized(model: ModelDescription, kind: str, ctx: int) -> Sized:
+def _sized(model: ModelDescription, kind: str, ctx: int, card: bool) -> Sized:
     from edgeinfer.memory_planner import Planner, to_request
 
     from ...config import RuntimeConfig
 
+    planner = sizes.card_planner(model) if card else None
     plan = Planner(model.graph, model.weight_bytes).plan(to_request(RuntimeConfig(ctx=ctx, kv=sizes.KV, threads=4)))
-    return sizes.of_description(model, kind, plan.total_bytes, ctx)
+    return sizes.of_description(model, kind, plan.total_bytes, ctx, planner)
 
 
 def _object(name: str, shape: str | None, device: DeviceProfile, ctx: int, budget: int | None, models: Iterator[Sized]
             ) -> dict[str, Any]:
-    room = device.usable_bytes if budget is None else budget
-    endless = replace(device, memory_bytes=1 << 49, memory_gib=())
-    rows, notes = [], list[str]()
+    rows, cards, notes = [], 0, list[str]()
     for model in models:
         notes = beyond(ctx, model.longest)
-        found = one(endless, model, ctx)
-        assert found is not None
-        loss = None if model.ternary else LOSSES.get(model.kind)
+        where = held(device, model, ctx, budget)
+        found = one(model, ctx, where)
+        cards += where.on_card
         made = model.ternary or model.kind in sizes.MADE
         source = MAKE if made else EITHER if model.kind in sizes.EITHER else "" if model.kind == STORED else FILE
         rows.append({
             "weights": model.kind, "made": made, "from": source,
-            "file_bytes": model.file_bytes, "total_bytes": found["total_bytes"], "fits": found["total_bytes"] <= room,
-            "low": found["low"], "high": found["high"], "decode_tok_per_s": found["decode_tok_per_s"],
-            "ttft_ms": found["ttft_ms"], "kld": None if loss is None else list(loss), "program": found["program"],
-            "unit": found["unit"],
+            "file_bytes": model.file_bytes, "fits": where.fits, **{key: found[key] for key in OF_ROW},
         })
+    if exact := any(row["weights"] == "q2" for row in rows):
+        rows.sort(key=lambda row: row["total_bytes"])
     return {"model": name, "shape": shape, "device": device.name, "device_title": device.titled, "ctx": ctx,
-            "prompt": min(PROMPT, ctx), "budget_bytes": room, "quantised": False, "bundle": False, "types": rows,
-            "notes": notes}
+            "prompt": min(PROMPT, ctx), "budget_bytes": device.usable_bytes if cards or budget is None else budget,
+            "process_budget_bytes": budget if cards else None, "quantised": False, "bundle": False, "exact": exact,
+            "types": rows, "notes": notes}
 
 
 def print_comparison(out: dict[str, Any]) -> None:
@@ -112,12 +115,14 @@ def print_comparison(out: dict[str, Any]) -> None:
     rows = out["types"]
     fitting = [row for row in rows if row["fits"] and row["weights"] != "f16"] or [row for row in rows if row["fits"]]
     where = f"{out['device_title']}, {format_size(out['budget_bytes'])}"
+    if limit := out["process_budget_bytes"]:
+        where += f" and {format_size(limit)} for the process beside it"
     if fitting:
         top = fitting[0] if out["quantised"] else next(
             (row for row in fitting if row["weights"] != STORED), fitting[0])
         what = f"The file as it is fits {where}, and nothing is more exact" if top["weights"] == STORED else \
-            f"q2 holds the model's three values exactly, as larger types do, and fits {where}" \
-            if top["weights"] == "q2" else f"{top['weights']} is the most exact that fits {where}"
+            f"{top['weights']} holds the model's three values exactly, as larger types do, and fits {where}" \
+            if out["exact"] else f"{top['weights']} is the most exact that fits {where}"
         said = (f"{what}: {format_size(top['total_bytes'])}, {speed(top['decode_tok_per_s'])} tokens/s "
                 f"({top['program']} on the {top['unit'].upper()}).")
     else:

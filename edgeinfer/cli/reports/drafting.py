@@ -27,8 +27,8 @@ LOOKUP = {"edited code": 5.29, "worked examples": 1.35, "prose": 1.06}
 LOOKUP_ROWS = 7
 
 
-def draft_object(profile: DeviceProfile, traffic: Traffic, draft: ModelDescription, kv: str, ctx: int,
-                 acceptance: float | None, most: int, memory: tuple[float, int]) -> dict[str, Any]:
+def draft_object(profile: DeviceProfile, traffic: Traffic, draft: ModelDescription, own: Traffic, ctx: int,
+                 acceptance: float | None, most: int, memory: tuple[float, bool]) -> dict[str, Any]:
     """Return the gain of a draft model.
 
     Parameters
@@ -37,25 +37,25 @@ def draft_object(profile: DeviceProfile, traffic: Traffic, draft: ModelDescripti
     traffic : Traffic
         Of the run without it.
     draft : ModelDescription
-    kv : str
+    own : Traffic
+        Of the draft.
     ctx : int
     acceptance : float, optional
         Share of draft tokens that are accepted.
     most : int
         Draft tokens of a pass.
     memory : tuple
-        Bytes of the run without it, and those that there are.
+        Bytes of both models, and whether they fit.
     """
-    own, share = draft.traffic(kv), ASSUMED_ACCEPTANCE if acceptance is None else acceptance
+    share = ASSUMED_ACCEPTANCE if acceptance is None else acceptance
     found = devices.drafted(profile, traffic, own, ctx, share, most)
-    total = memory[0] + draft.weight_bytes + own.sequence_bytes_at(ctx)
     return {
         "plain_tok_per_s": 1000 / found.token_ms, "draft": draft.name, "acceptance": share,
         "acceptance_assumed": acceptance is None, "draft_tokens": found.draft_tokens,
         "tokens_per_pass": found.tokens_per_pass, "draft_ms": found.draft_ms, "verify_ms": found.verify_ms,
         "cost": found.cost, "gain": found.gain, "decode_tok_per_s": 1000 * found.gain / found.token_ms,
         "pays_from": devices.least_acceptance(profile, traffic, own, ctx, most),
-        "total_bytes": round(total), "fits": total <= memory[1], "texts": None,
+        "total_bytes": round(memory[0]), "fits": memory[1], "texts": None,
     }
 
 

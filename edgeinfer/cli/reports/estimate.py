@@ -64,7 +64,9 @@ def rows_of(out: dict[str, Any]) -> Iterator[tuple[str, str]]:
         bits = TYPES[out["weights"]].bits
         yield ("ceiling", f"{speed(out['ceiling_tok_per_s'])} tokens/s: {sampled:.4g} GB/s over the "
                           f"{format_size(nbytes)} of a token, pure {bits} bits and {out['kv']} KV")
-    yield ("weights", f"{format_size(out['weight_bytes'])} with scales, {out['bits_per_weight']:.2f} bits each; "
+    other = out["bundle_bytes"] if abs(out["bundle_bytes"] / out["weight_bytes"] - 1) > 0.01 else None
+    yield ("weights", f"{format_size(out['weight_bytes'])} with scales, {out['bits_per_weight']:.2f} bits each"
+                      f"{f' ({format_size(other)} in the bundle)' if other else ''}; "
                       f"{format_size(out['weight_bytes_read'])} read for a token; pure 4 bits: "
                       f"{format_size(pure['weight_bytes'])}")
     yield ("KV", f"{format_size(out['kv_bytes'])} {out['kv']} with scales; pure int8: {format_size(pure['kv_bytes'])} "
@@ -110,8 +112,7 @@ def remarks_of(out: dict[str, Any]) -> Iterator[str]:
         yield (f"A forward pass yields {out['accepted']:g} tokens; {assumed} {out['draft_cost']:.0%} of a token's time "
                f"per pass{' (--draft-cost sets it)' if out['draft_cost_assumed'] else ''}.")
     if not out["fits"]:
-        yield (f"It does not fit: a run takes {format_size(out['device_bytes'] or out['total_bytes'])}, and the device "
-               f"has {format_size(out['memory_bytes'])}{_limited(out)}; 'edgeinfer plan' lists settings that fit.")
+        yield f"It does not fit: {short_of(out)[2]}; 'edgeinfer plan' lists settings that fit."
     if out["reading"] is not None:
         speeds = "the speeds include that" if out["reading"] else \
             "the speeds assume all of them in memory, because storage was not measured"
@@ -177,9 +178,17 @@ def _bar(item: dict[str, Any], top: float) -> str:
     return "".join("-" if low <= i < high and i != middle - 1 else "#" if i < middle else " " for i in range(high))
 
 
-def _limited(out: dict[str, Any]) -> str:
-    """Say how much of the memory the run may take, if that was limited."""
-    return f", of which the run may take {format_size(out['budget_bytes'])}" if out["limited"] else ""
+def short_of(out: dict[str, Any]) -> tuple[int, int, str]:
+    """Return the bytes that a run takes of the memory that limits it, those that there are, and both in words."""
+    taken, limit = out["total_bytes"], out["process_budget_bytes"]
+    card = out["device_bytes"]
+    if limit is not None and taken > limit and card <= out["memory_bytes"]:
+        return taken, limit, (f"the process beside the card takes {format_size(taken)}, and --budget allows "
+                              f"{format_size(limit)}")
+    taken, limit = card or out["unstreamed_bytes"], out["budget_bytes"]
+    limited = f", of which the run may take {format_size(limit)}" if out["limited"] and not card else ""
+    return taken, limit, (f"a run takes {format_size(card or out['total_bytes'])}, and the device has "
+                          f"{format_size(out['memory_bytes'])}{limited}")
 
 
 def _band_of(point: dict[str, Any]) -> str:

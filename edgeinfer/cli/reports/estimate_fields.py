@@ -34,7 +34,8 @@ JSON_FIELDS = {
         "prefill_low": "with `prefill_high` its band",
         "ttft_ms": "time of the prompt, without loading; null where the device's peak is not known",
         "bytes_per_token": "read from memory for one token at the end of the context",
-        "weight_bytes": "of all weights with their scales; `weight_bytes_read` those that a token reads",
+        "weight_bytes": "of all weights with their scales, as the device holds them; `bundle_bytes` as a bundle has "
+        "them, and `weight_bytes_read` those that a token reads",
         "notes": "remarks on the lengths: on a context that the model does not have, and where the context cuts an "
         "answer off",
         "kv_bytes": "keys and values of the whole context, with their scales, as far as windows let layers keep them",
@@ -50,6 +51,7 @@ JSON_FIELDS = {
         "the figures",
         "fits": "as in `plan`: whether a run fits the device's memory, `memory_bytes`, of which the system keeps a "
         "part, and of which the run may take `budget_bytes` (`limited`, if --budget set it), on cards `device_bytes`, "
+        "where --budget limits the process beside it, `process_budget_bytes`, "
         "with weights read from storage where `run` does so automatically, as `mode` "
         "says; `total_bytes` is all that it takes (`unstreamed_bytes` with all weights in memory), of the process "
         "beside a card, and `run_kv` its type of the KV cache",

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from edgeinfer import devices
 
 from ...base.dataclass import dataclass
 from ...config import DEFAULT_DRAFT_TOKENS
 from ...registry import Reported, in_use, prompt_share, reports
-from ..output import REFUSED, not_ours, whose_object
+from ..output import REFUSED, whose_object
 from .drafting import draft_object, lookup_object
 from .energy import energy_object
 from .explain import explained
 from .neurons import neurons_object
+from .on_gpu import remark
+from .run_on import Run, memory_of_users, run_on
 from .storage import break_even_object, neuron_bytes, skipping_object, storage_object
 from .users import Memory, users_asked
-from .windows import windows_object
 
 if TYPE_CHECKING:
-    from edgeinfer.devices import DeviceProfile, Estimate, Traffic
-    from edgeinfer.memory_planner import MemoryPlan
+    from edgeinfer.devices import DeviceProfile, Estimate
 
     from ...config import RuntimeConfig
     from ...models.description import ModelDescription
@@ -84,8 +85,10 @@ def estimate_object(
     asked: RuntimeConfig, sequences: int = 1, cards: Cards | None = None, questions: Questions | None = None,
 ) -> dict[str, Any]:
     """Return the JSON object of one device, with the curve over the context."""
-    run, questions = _run_on(model, profile, ctx, kv, asked, sequences, cards), questions or Questions()
-    model, profile, kv = run.model, run.profile, run.kv
+    run, questions = run_on(model, profile, ctx, kv, asked, sequences, cards), questions or Questions()
+    each = prompt + questions.reply
+    memory = memory_of_users(run, partial(cards.on, profile) if cards else None, ctx, sequences, each)
+    model, profile = run.model, run.profile
     speculation = _speculation(run, ctx, questions)
     if speculation and speculation["draft"]:
         drafting = speculation["tokens_per_pass"], speculation["cost"]
@@ -95,12 +98,12 @@ def estimate_object(
     curve = [devices.estimate(profile, run.traffic, depth, prompt, *drafting, computed, sequences) for depth in depths]
     contexts = [{"depth": item.depth, "decode_tok_per_s": item.decode_tok_per_s, "low": item.low, "high": item.high}
                 for item in curve]
-    further = _asked(run, questions, ctx, sequences, prompt, computed, lambda depth, together: devices.estimate(
+    further = _asked(run, questions, memory, prompt, computed, lambda depth, together: devices.estimate(
         profile, run.traffic, depth, prompt, *drafting, computed, together))
     return {
         **shared, **_device_object(run, curve[-1], curve[0]), **_drafting_object(drafting),
-        "contexts": contexts, "kv_read": _kv_read(model, profile, ctx, kv),
-        "explain": explained(model, profile, run.traffic, kv, ctx, prompt) if questions.explain else None,
+        "contexts": contexts, "kv_read": _kv_read(run, ctx),
+        "explain": explained(model, profile, run.traffic, run.kv, ctx, prompt, run.card) if questions.explain else None,
         "break_even": break_even_object(model, profile), "neurons": neurons_object(model, profile),
         "storage_named": bool(questions.storage), "limited": asked.budget_bytes is not None,
         "storage": storage_object(model, profile, run.traffic, run.plan, ctx, questions.storage),
@@ -110,22 +113,19 @@ def estimate_object(
     }
 
 
-def _asked(run: _Run, questions: Questions, ctx: int, sequences: int, prompt: int, computed: float,
+def _asked(run: Run, questions: Questions, memory: Memory, prompt: int, computed: float,
            estimate: Callable[[int, int], Estimate]) -> dict[str, Any]:
     """Return the answers to further questions: the time of a whole answer, and the speed for several users."""
     from edgeinfer.devices import MixedSteps
 
-    tokens, traffic = questions.reply, run.traffic
+    tokens = questions.reply
     depth = prompt + tokens // 2
-    each = traffic.sequence_bytes_at(prompt + tokens)
-    alone = (run.device_bytes or run.unstreamed_bytes) - sequences * traffic.sequence_bytes_at(ctx) + each
-    memory = Memory(alone, each, run.budget_bytes)
     return {"answer": _answer(estimate, prompt, tokens) if questions.answer else None,
-            "users": users_asked(questions.users, MixedSteps(run.profile, traffic, depth, computed),
+            "users": users_asked(questions.users, MixedSteps(run.profile, run.traffic, depth, computed),
                                  lambda users: estimate(depth, users), prompt, tokens, memory, questions.bounds)}
 
 
-def _skipping(run: _Run, ctx: int, questions: Questions) -> dict[str, Any] | None:
+def _skipping(run: Run, ctx: int, questions: Questions) -> dict[str, Any] | None:
     """Return whether leaving out zero rows pays, if that was asked."""
     if questions.sparsity is None or run.mode == REFUSED:
         return None
@@ -133,12 +133,18 @@ def _skipping(run: _Run, ctx: int, questions: Questions) -> dict[str, Any] | Non
     return skipping_object(run.model, run.profile, run.traffic, ctx, questions.sparsity, rows)
 
 
-def _speculation(run: _Run, ctx: int, questions: Questions) -> dict[str, Any] | None:
+def _speculation(run: Run, ctx: int, questions: Questions) -> dict[str, Any] | None:
     """Return the gain of drafting, if that was asked."""
-    if questions.draft:
-        memory = float(run.device_bytes or run.unstreamed_bytes), run.budget_bytes
-        return draft_object(run.profile, run.traffic, questions.draft, run.kv, ctx, questions.acceptance,
-                            questions.draft_tokens, memory)
+    if draft := questions.draft:
+        if run.card:
+            both, own = run.card.beside(draft.as_stored, draft.traffic(run.kv))
+            memory: tuple[float, bool] = both.device_bytes, run.card.fits(run.profile, both)
+        else:
+            own = draft.traffic(run.kv)
+            total = run.unstreamed_bytes + draft.weight_bytes + own.sequence_bytes_at(ctx)
+            memory = total, total <= run.budget_bytes
+        return draft_object(run.profile, run.traffic, draft, own, ctx, questions.acceptance, questions.draft_tokens,
+                            memory)
     return lookup_object(run.profile, run.traffic, ctx) if questions.lookup else None
 
 
@@ -156,7 +162,7 @@ def all_devices_object(
     """Return the JSON object of all devices."""
     found, shared, questions = [], None, questions or Questions()
     for profile in profiles:
-        run = _run_on(model, profile, ctx, kv, asked, sequences, cards)
+        run = run_on(model, profile, ctx, kv, asked, sequences, cards)
         if shared is None and not run.refused and run.device_bytes is None:
             shared = _model_object(run, ctx, prompt, asked)
         computed = _computed(run, prompt, asked)
@@ -168,7 +174,7 @@ def all_devices_object(
     return {**(shared or {}), "notes": list(questions.notes), "devices": found}
 
 
-def _computed(run: _Run, prompt: int, asked: RuntimeConfig) -> float:
+def _computed(run: Run, prompt: int, asked: RuntimeConfig) -> float:
     """Return the share of the prompt that is computed."""
     return prompt_share(in_use(asked), prompt, 0, run.model.layers)
 
@@ -179,88 +185,32 @@ def _drafting_object(drafting: Drafting) -> dict[str, Any]:
             "draft_cost_assumed": cost is None and accepted > 1}
 
 
-def _model_object(run: _Run, ctx: int, prompt: int, asked: RuntimeConfig) -> dict[str, Any]:
+def _model_object(run: Run, ctx: int, prompt: int, asked: RuntimeConfig) -> dict[str, Any]:
     """Return the fields that do not depend on the device's speed."""
     model, kept, kv = run.model, run.windows, run.kv
     share, quantisation = (kept["kv_bytes"] / kept["whole_bytes"] if kept else 1), model.quantisation
     return {
         "model": model.name, "source": model.source, "ctx": ctx, "prompt": prompt, "kv": kv,
         "weights": quantisation.weights, "group_size": quantisation.group_size, "layers": model.layers,
-        "max_ctx_of_model": model.config.max_position_embeddings, "weight_bytes": model.weight_bytes,
-        "weight_bytes_read": round(model.bytes_per_token), "windows": kept,
-        "kv_bytes": kept["kv_bytes"] if kept else ctx * model.kv_bytes_per_position[kv],
+        "max_ctx_of_model": model.config.max_position_embeddings, "weight_bytes": run.weight_bytes,
+        "bundle_bytes": model.weight_bytes,
+        "weight_bytes_read": round(run.traffic.weight_bytes if run.card else model.bytes_per_token), "windows": kept,
+        "kv_bytes": kept["kv_bytes"] if kept else ctx * run.position_bytes,
         "total_bytes": run.total_bytes, "unstreamed_bytes": run.unstreamed_bytes,
         **reports(Reported("estimate", asked, model=model, prompt=prompt)),
         "pure": {"weight_bytes": round(model.pure_weight_bytes()),
                  "kv_bytes": round(ctx * model.kv_values_per_position * share), "parameters": model.parameters},
-        "bits_per_weight": 8 * model.weight_bytes / model.parameters,
+        "bits_per_weight": 8 * run.weight_bytes / model.parameters,
         "file_types": model.file_types or None, "file_note": model.file_note,
     }
 
 
-class _Run(NamedTuple):
-    """A run on a device, as `plan` has it."""
-
-    model: ModelDescription
-    profile: DeviceProfile
-    """Profile of the device in the form in which edgeinfer uses it, if it can."""
-    kv: str
-    total_bytes: int
-    """Memory of the process."""
-    unstreamed_bytes: int
-    """The same with all weights in memory."""
-    device_bytes: int | None
-    """Memory of a discrete GPU; None for other devices."""
-    mode: str
-    """Residency of the weights, or refused."""
-    windows: dict[str, Any] | None
-    traffic: Traffic
-    counted: bool = True
-    """True if that includes bytes read from storage."""
-    refused: str = ""
-    """Why CUDA does not run the model on the card."""
-    plan: MemoryPlan | None = None
-    """Plan of a run on our kernels; None if none fits."""
-    limit_bytes: int | None = None
-    """Memory limit, if one was given."""
-
-    @property
-    def budget_bytes(self) -> int:
-        """Memory that the run may take: the given limit, else that of the device."""
-        return self.limit_bytes or self.profile.usable_bytes
-
-
-def _run_on(model: ModelDescription, profile: DeviceProfile, ctx: int, kv: str, asked: RuntimeConfig, sequences: int,
-            cards: Cards | None) -> _Run:
-    """Return the run that `plan` plans for a device."""
-    from edgeinfer.memory_planner import RESIDENT, to_request
-
-    from ...llm.executors import placed, stored_traffic
-    from .plan_object import threads_on
-
-    exact, found = (cards.on(profile) if cards else None) or (None, None)
-    if exact and found and found.planner and found.profile:
-        from ...backends import device_fits
-
-        on_card = found.planner.plan(to_request(replace(found.config, ctx=ctx, threads=1)))
-        fits = device_fits(on_card, None, found.profile.memory_bytes)
-        return _Run(exact, found.profile, found.config.kv, on_card.total_bytes, on_card.total_bytes,
-                    on_card.device_bytes,
-                    RESIDENT if fits else REFUSED, None, exact.traffic(found.config.kv))
-    config = replace(asked, ctx=ctx, kv=kv, threads=asked.threads or threads_on(profile), max_sequences=sequences,
-                     budget_bytes=asked.budget_bytes or profile.usable_bytes)
-    plan, within = model.planner.plan(to_request(config)), placed(model, model.planner, config, profile)
-    traffic = within and stored_traffic(model, within, profile, kv)
-    total = (within or plan).total_bytes
-    return _Run(model, profile, kv, total, plan.total_bytes, None, within.mode if within else REFUSED,
-                windows_object(plan), traffic or model.traffic(kv), traffic is not None or within is None,
-                found.refused if found else "", within, asked.budget_bytes)
-
-
-def _kv_read(model: ModelDescription, profile: DeviceProfile, ctx: int, kv: str) -> dict[str, Any]:
+def _kv_read(run: Run, ctx: int) -> dict[str, Any]:
     """Return the bytes of K and of V that a token at the end of the context reads, and the depth from which top-n
     attention pays."""
-    traffic, longest = model.traffic(kv), max(ctx, model.config.max_position_embeddings)
+    model, profile = run.model, run.profile
+    traffic = run.traffic if run.card else model.traffic(run.kv)
+    longest = max(ctx, model.config.max_position_embeddings)
     left_out = traffic.left_out_at(ctx)
     each = (traffic.kv_bytes_at(ctx) + left_out) / 2
     chosen = traffic.value_bytes > 0
@@ -277,7 +227,7 @@ def _assumption() -> str:
             "a block have in common")
 
 
-def _device_object(run: _Run, full: Estimate, empty: Estimate) -> dict[str, Any]:
+def _device_object(run: Run, full: Estimate, empty: Estimate) -> dict[str, Any]:
     """Return the fields that depend on the device: a token at the end of the context, a prompt in an empty one."""
     profile = run.profile
     prompt_terms = {key: value for key, value in empty.terms.items() if key.startswith("prefill")}
@@ -289,11 +239,12 @@ def _device_object(run: _Run, full: Estimate, empty: Estimate) -> dict[str, Any]
         "budget_bytes": run.budget_bytes, "fits": run.mode != REFUSED,
         "mode": run.mode, "reading": None if run.mode in ("resident", REFUSED) else run.counted, "run_kv": run.kv,
         "total_bytes": run.total_bytes, "device_bytes": run.device_bytes,
+        "process_budget_bytes": run.limit_bytes if run.card else None,
         "decode_tok_per_s": full.decode_tok_per_s, "low": full.low, "high": full.high,
         "decode_empty_tok_per_s": empty.decode_tok_per_s,
         "ceiling_tok_per_s": full.ceiling_tok_per_s, "prefill_tok_per_s": empty.prefill_tok_per_s,
         "prefill_low": empty.prefill_low, "prefill_high": empty.prefill_high, "ttft_ms": empty.ttft_ms,
         "bytes_per_token": round(full.bytes_per_token), "terms_ms": {**token_terms, **prompt_terms},
         "basis": full.basis, "error": full.error, "error_source": full.error_source, **whose_object(full),
-        "remark": not_ours(whose_object(full), profile, run.refused),
+        "remark": remark(whose_object(full), profile, run.card.sizes if run.card else None, run.refused),
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from ..output import folded, speed
 if TYPE_CHECKING:
     from edgeinfer.devices import Constants, DeviceProfile, Traffic
 
+    from ...backends import OnCard
     from ...models.description import ModelDescription
 
 FIELD = ("with --explain: per formula `group`, `name`, `formula` (written out with its numbers), `value` and `unit`; "
@@ -21,6 +22,8 @@ FIELD = ("with --explain: per formula `group`, `name`, `formula` (written out wi
 ACCEPTED, SPARSITY = 2.0, 0.8
 """Tokens per pass and share of zero rows for which techniques are shown."""
 LAYERS = 32
+Parts = Mapping[str, tuple[float, float]]
+"""Bytes and operations of a token by part of the model."""
 LIMITS = "Limits"
 
 
@@ -35,8 +38,8 @@ class Line:
     unit: str
 
 
-def explained(model: ModelDescription, profile: DeviceProfile, traffic: Traffic, kv: str, ctx: int,
-              prompt: int) -> list[dict[str, Any]]:
+def explained(model: ModelDescription, profile: DeviceProfile, traffic: Traffic, kv: str, ctx: int, prompt: int,
+              card: OnCard | None = None) -> list[dict[str, Any]]:
     """Return the lines as JSON objects.
 
     Parameters
@@ -50,12 +53,17 @@ def explained(model: ModelDescription, profile: DeviceProfile, traffic: Traffic,
         Type of the KV cache.
     ctx, prompt : int
         Positions before the token, and tokens of the prompt.
+    card : OnCard, optional
+        The run, if it is on a card with memory of its own.
     """
     constants = devices.constants_for(profile, traffic)
-    found = [*_by_hand(model, profile, ctx), *_bytes(model, traffic, kv, ctx, prompt),
+    parts: Parts = dict(card.sizes.parts) if card else _parts(model)
+    position = card.position_bytes if card else model.kv_bytes_per_position[kv]
+    others = () if card else (other for other in ("int8", "f16") if other != kv)  # the card's program has one type
+    found = [*_by_hand(model, profile, ctx), *_bytes(model, traffic, parts, position, kv, ctx, prompt),
              *_decode(profile, traffic, constants, ctx), *_prompt(profile, traffic, constants, prompt),
-             *_limits(model, profile, traffic, constants, prompt),
-             *_techniques(model, profile, traffic, constants, kv, ctx)]
+             *_limits(parts, profile, traffic, constants, prompt),
+             *_techniques(model, profile, traffic, constants, next(iter(others), None), ctx)]
     return [asdict(line) for line in found]
 
 
@@ -108,13 +116,12 @@ def _by_hand(model: ModelDescription, profile: DeviceProfile, ctx: int) -> Itera
                f"{drawn:.4g} GB/s / ({_gb(model.active_parameters / 2)} + {_gb(keys)})", drawn * 1e9 / active, "")
 
 
-def _bytes(model: ModelDescription, traffic: Traffic, kv: str, ctx: int, prompt: int) -> Iterator[Line]:
+def _bytes(model: ModelDescription, traffic: Traffic, parts: Parts, position: int, kv: str, ctx: int,
+           prompt: int) -> Iterator[Line]:
     group = "Bytes of a token"
-    parts = _parts(model)
     said = " + ".join(f"{name} {_gb(nbytes)}" for name, (nbytes, _) in parts.items())
     yield Line(group, "weights", said, sum(nbytes for nbytes, _ in parts.values()) / 1e9, "GB")
     layers = max(1, sum(bool(op.kv and op.kv.stores) for op in model.graph.ops))
-    position = model.kv_bytes_per_position[kv]
     yield Line(group, "KV of a position", f"{position} bytes in {layers} layers, {kv}", position / layers,
                "bytes a layer")
     yield Line(group, "KV read", f"{traffic.kv_bytes + traffic.window_kv_bytes:.0f} bytes x {ctx} positions, windows "
@@ -128,11 +135,13 @@ def _bytes(model: ModelDescription, traffic: Traffic, kv: str, ctx: int, prompt:
                "MiB")
 
 
-def _parts(model: ModelDescription) -> dict[str, tuple[float, float]]:
+def _parts(model: ModelDescription) -> Parts:
     """Return bytes and operations of a token by attention, FFN and head."""
-    found = {name: [0.0, 0.0] for name in ("attention", "FFN", "head")}
+    from ...graph import PARTS
+
+    found = {name: [0.0, 0.0] for name in PARTS}
     for op in model.graph.ops:
-        part = found["FFN" if op.ffn else "head" if op.out.rows == "outputs" else "attention"]
+        part = found[op.part]
         part[0] += sum(read.token for read in op.reads(model.graph.types))
         part[1] += op.operations()
     return {name: (nbytes, operations) for name, (nbytes, operations) in found.items()}
@@ -168,7 +177,7 @@ def _prompt(profile: DeviceProfile, traffic: Traffic, constants: Constants, prom
     yield Line(group, "first word", " + ".join(f"{_shown(value)}" for value in terms.values()), whole, "ms")
 
 
-def _limits(model: ModelDescription, profile: DeviceProfile, traffic: Traffic, constants: Constants,
+def _limits(parts: Parts, profile: DeviceProfile, traffic: Traffic, constants: Constants,
             prompt: int) -> Iterator[Line]:
     """Yield arithmetic intensities, the ridge point, and how much of bandwidth and peak is used."""
     group, gbs, peak = LIMITS, profile.bandwidth_gbs, devices.peak_of(profile, constants)
@@ -176,7 +185,7 @@ def _limits(model: ModelDescription, profile: DeviceProfile, traffic: Traffic, c
     if ridge and peak:
         yield Line(group, "ridge point", f"{constants.mfu:.3g} x {peak:.4g} G/s / ({constants.f_w:.3g} x {gbs:.4g} "
                    "GB/s)", ridge, "operations a byte")
-    for name, (nbytes, operations) in _parts(model).items():
+    for name, (nbytes, operations) in parts.items():
         once = operations / nbytes if nbytes else 0.0
         bound = "" if ridge is None else f"; {_bound(once, ridge)} in decoding"
         if name != "head":
@@ -200,20 +209,21 @@ def _bound(intensity: float, ridge: float) -> str:
     return "memory is the limit" if intensity < ridge else "arithmetic is"
 
 
-def _techniques(model: ModelDescription, profile: DeviceProfile, traffic: Traffic, constants: Constants, kv: str,
-                ctx: int) -> Iterator[Line]:
-    """Yield the effects of techniques, each with the condition under which it does not pay."""
+def _techniques(model: ModelDescription, profile: DeviceProfile, traffic: Traffic, constants: Constants,
+                other: str | None, ctx: int) -> Iterator[Line]:
+    """Yield the effects of techniques, each with the condition under which it does not pay; `other` is another type of
+    the KV cache."""
     group = "Techniques, tokens/s"
 
     def tok_per_s(changed: Traffic) -> float:
         return 1000 / sum(devices.decode_terms(profile, changed, constants, ctx).values())
 
     now = tok_per_s(traffic)
-    other = "int8" if kv != "int8" else "f16"
-    yield Line(group, f"--kv {other}", f"KV of {_gb(model.traffic(other).kv_bytes_at(ctx))} instead of "
-               f"{_gb(traffic.kv_bytes_at(ctx))}; without a context it changes nothing",
-               tok_per_s(replace(traffic, kv_bytes=model.traffic(other).kv_bytes,
-                            window_kv_bytes=model.traffic(other).window_kv_bytes)), "")
+    if other:
+        yield Line(group, f"--kv {other}", f"KV of {_gb(model.traffic(other).kv_bytes_at(ctx))} instead of "
+                   f"{_gb(traffic.kv_bytes_at(ctx))}; without a context it changes nothing",
+                   tok_per_s(replace(traffic, kv_bytes=model.traffic(other).kv_bytes,
+                                     window_kv_bytes=model.traffic(other).window_kv_bytes)), "")
     cost = 1 + devices.DRAFT_SHARE * (ACCEPTED - 1)
     yield Line(group, "--speculate", f"{ACCEPTED:g} tokens a pass: {speed(now)} x {ACCEPTED:g} / {cost:g}; it loses "
                f"below {cost:.3g} tokens a pass", now * ACCEPTED / cost, "")

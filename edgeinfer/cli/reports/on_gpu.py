@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from edgeinfer import devices
 
 from ... import backends
 from ...errors import UsageError
-from ..output import whose_object
+from ..output import not_ours, whose_object
 
 if TYPE_CHECKING:
     from edgeinfer.devices import DeviceProfile, Traffic
 
+    from ...backends import Sizes
     from ...config import RuntimeConfig
     from ...llm.executors import Executor
     from ...models.description import ModelDescription
@@ -34,20 +37,27 @@ class Cards:
     """
 
     def __init__(self, describe: Callable[[], ModelDescription], config: RuntimeConfig, kv: str | None):
-        self._describe, self._config, self._kv = describe, config, kv
-        self._known: tuple[ModelDescription, Executor] | None = None
+        self._config, self._kv = config, kv
+        self._model = cache(describe)
+        self._known: dict[bool, Executor] = {}
 
-    def on(self, profile: DeviceProfile) -> tuple[ModelDescription, Executor] | None:
-        """Return the model without passes and its executor on an NVIDIA card; None for other devices."""
+    def on(self, profile: DeviceProfile, sequences: int | None = None) -> tuple[ModelDescription, Executor] | None:
+        """Return the model without passes and its executor on an NVIDIA card; None for other devices.
+
+        By default the sequences are those of the settings. One has a slot and several have pages, so that there are two
+        lowered models at most.
+        """
         from ...llm.executors import executor_of
 
         if (card := devices.served(profile)) is None:
             return None
-        if self._known is None:
-            model = self._describe()
-            self._known = model, executor_of(profile, model.graph, self._config, self._kv)
-        model, found = self._known
-        return model, found._replace(profile=card) if found.planner else found
+        model, config = self._model(), replace(self._config, max_sequences=sequences or self._config.max_sequences)
+        several = config.max_sequences > 1
+        if several not in self._known:
+            self._known[several] = executor_of(profile, model.graph, config, self._kv)
+        if not (found := self._known[several]).planner:
+            return model, found
+        return model, found._replace(profile=card, config=replace(found.config, max_sequences=config.max_sequences))
 
 
 def gpu_here() -> DeviceProfile | None:
@@ -56,6 +66,11 @@ def gpu_here() -> DeviceProfile | None:
         return devices.gpu_profile(backends.read_gpu().name)
     except UsageError:
         return None
+
+
+def remark(found: dict[str, Any], profile: DeviceProfile, sizes: Sizes | None = None, refused: str = "") -> str:
+    """Return the sentences on a speed: whose it is, and what a lowered model reads beyond its bundle."""
+    return " ".join(filter(None, [not_ours(found, profile, refused), *(sizes.notes if sizes else ())]))
 
 
 def speed_object(profile: DeviceProfile, traffic: Traffic, ctx: int, sequences: int,

@@ -91,11 +91,13 @@ def estimate_body(out: dict[str, Any], compared: dict[str, Any] | None) -> str:
 
 
 def _answer(out: dict[str, Any]) -> str:
+    from .estimate import short_of
+
     fits = "It fits" if out["fits"] and out["mode"] == "resident" else \
         "It runs with weights read from storage" if out["fits"] else "It does not fit"
     wait = "" if out["ttft_ms"] is None else f", first word after {out['ttft_ms'] / 1000:.1f} s"
-    needs = format_size(out["device_bytes"] or out["unstreamed_bytes"])
-    said = (f"{fits}: {needs} of {format_size(out['budget_bytes'])}; {speed(out['decode_tok_per_s'])} tokens/s "
+    needs, limit, _ = short_of(out)
+    said = (f"{fits}: {format_size(needs)} of {format_size(limit)}; {speed(out['decode_tok_per_s'])} tokens/s "
             f"({speed(out['low'])} to {speed(out['high'])}){wait}.")
     return f'<p class="answer{"" if out["fits"] else " no"}">{escape(said)}</p>'
 

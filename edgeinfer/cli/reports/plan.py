@@ -163,6 +163,8 @@ def _fits(report: dict[str, Any]) -> str:
         has = report["device_budget_bytes"]
         gpu = f"{format_size(taken)} of a GPU, and none was found here" if has is None else \
             f"{format_size(taken)} of the GPU's {format_size(has)}"
+        if report["fits"] is False and (report["remaining_bytes"] or 0) < 0 and (has is None or taken <= has):
+            return f"{words}: {format_size(total)} of this process's {format_size(budget)}"
         return f"{words}: {gpu}; {own} in this process" if report["device_budget_source"] is None else f"{words}: {gpu}"
     if offer := report["from_storage"]:
         ((name, value),) = ((name, value) for name, value in offer["options"].items() if name in _READ)

@@ -11,8 +11,8 @@ from ...config import CUDA, RuntimeConfig
 from ...errors import BudgetError
 from ...registry import Reported, reports
 from ..lengths import beyond
-from ..output import alternative_object, not_ours
-from .on_gpu import gpu_here, speed_object
+from ..output import alternative_object
+from .on_gpu import gpu_here, remark, speed_object
 from .plan_object import DEVICE_MEMORY, SYSTEM_MEMORY, plan_fields, share
 from .serving import serving_object
 from .state import device_state
@@ -52,7 +52,7 @@ def planned_on(found: Executor, model: ModelDescription, drafting: Drafting | No
     plan = alone.with_draft(draft_plan) if draft_plan else alone
     unknown, fitting = device == CUDA and memory is None, fits(alone) and not error
     options = [] if fits(alone) else list(backends.smaller(planner, config, fits))
-    speed, remarks = _speed(card, device, model, config)
+    speed, remarks = _speed(card, planner, model, config)
     held = alone.region("kv").nbytes // ((alone.kv_blocks + planner.spare) * planner.positions(alone.request))
     report = {
         **plan_fields(model, config, plan, card.name if card else device, None if unknown and fitting else fitting,
@@ -64,7 +64,8 @@ def planned_on(found: Executor, model: ModelDescription, drafting: Drafting | No
         "alternatives": [alternative_object(option) for option in options], "file_types": model.file_types or None,
         "estimate": speed, "notes": [*_notes(device, card, memory, config, model), *remarks],
         "neurons": None, **reports(Reported("plan", found.config, model=model)),
-        "windows": None, "state": device_state(planner, alone, held), "decision": None, "from_storage": None,
+        "windows": None, "state": device_state(planner, model.graph, alone, held), "decision": None,
+        "from_storage": None,
         "serving": serving_object(alone, planner.positions(alone.request)) if found.config.fill_budget else None,
     }
     if report["fits"] is False:
@@ -83,14 +84,18 @@ def _settled(found: Executor, model: ModelDescription, drafted: bool) -> Runtime
                    fill_budget=config.fill_budget and not drafted)
 
 
-def _speed(card: DeviceProfile | None, device: str, model: ModelDescription,
+def _speed(card: DeviceProfile | None, planner: DevicePlanner, model: ModelDescription,
            config: RuntimeConfig) -> tuple[dict[str, Any] | None, list[str]]:
     """Return the estimate for the card, or the GPU that is here, with a remark on it; None if there is none."""
-    gpu = card or (gpu_here() if device == CUDA else None)
+    from edgeinfer.memory_planner import to_request
+
+    gpu = card or (gpu_here() if planner.provider.device == CUDA else None)
     if gpu is None:
         return None, []
-    speed = speed_object(gpu, model.traffic(config.kv), config.ctx or 0, config.max_sequences)
-    return speed, [not_ours(speed, gpu)]
+    sizes = planner.lower(to_request(config))
+    traffic = sizes.traffic(model.traffic(config.kv), config.kv)
+    speed = speed_object(gpu, traffic, config.ctx or 0, config.max_sequences)
+    return speed, [remark(speed, gpu, sizes)]
 
 
 def _device_source(config: RuntimeConfig, card: DeviceProfile | None, unknown: bool) -> str | None:
@@ -110,7 +115,7 @@ def _largest(planner: DevicePlanner, config: RuntimeConfig, plan: MemoryPlan, fi
     """Return the fields of the longest context, and of the most sequences of the context requested."""
     from edgeinfer.memory_planner import own_pool
 
-    own = planner.graph.config.max_position_embeddings
+    own = planner.config.max_position_embeddings
     pool = int(plan.request.kv_tokens or 0) if own_pool(config) else None
     ctx, config = int(config.ctx or 0), replace(config, fill_budget=False)
     longest = min(backends.longest_ctx(planner, config, fits, own), own if pool is None else pool)
@@ -120,13 +125,16 @@ def _largest(planner: DevicePlanner, config: RuntimeConfig, plan: MemoryPlan, fi
 
 def _drafted(name: str, target: ModelDescription, planner: DevicePlanner, config: RuntimeConfig) -> MemoryPlan:
     """Return the plan of a draft model on the same device, as a run has it beside the model."""
+    from edgeinfer.memory_planner import to_request
+
     from ...config import Recipe
     from ...engine.speculation.load import check_described
     from ...models.describe import describe
 
     model = describe(name, recipe=Recipe(()))
     check_described(model, target, config)
-    return backends.plan_draft(planner, config, model.graph)[0]
+    draft, own = backends.draft_planner(planner, config, model.graph)
+    return draft.plan(to_request(own))
 
 
 def _notes(device: str, card: DeviceProfile | None, memory: int | None, config: RuntimeConfig,

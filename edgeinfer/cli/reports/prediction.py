@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from ...config import RuntimeConfig
     from ...engine import Completion
+    from ...models.description import ModelDescription
 
 MIN_TOKENS = 16
 """Generated tokens, and tokens of a prompt, from which on a time is worth learning from."""
@@ -116,9 +117,20 @@ def make_predictor(bundle: Path, config: RuntimeConfig, threads: int | None, isa
         from ...models.describe import describe
 
         described = describe(bundle, recipe=config.recipe)
-        return Predictor(profile, described.traffic(config.kv), settled(config.techniques, described.layers))
+        traffic = described.traffic(config.kv) if device != CUDA else _on_gpu(described, config)
+        return Predictor(profile, traffic, settled(config.techniques, described.layers))
     except (EdgeInferError, OSError):
         return None
+
+
+def _on_gpu(model: ModelDescription, config: RuntimeConfig) -> Traffic:
+    """Return the traffic of a model as CUDA runs it."""
+    from edgeinfer.memory_planner import to_request
+
+    from ...backends import PROVIDERS, device_planner
+
+    planner, taken = device_planner(model.as_stored, config, PROVIDERS[CUDA], config.kv)
+    return planner.lower(to_request(taken)).traffic(model.traffic(taken.kv), taken.kv)
 
 
 def _probed(threads: int | None, isa: str) -> DeviceProfile | None:

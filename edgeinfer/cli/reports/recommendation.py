@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...base.units import format_size
 from ...base.validation import number
@@ -14,7 +14,7 @@ from ...quality.known import LOSSES, loss_words
 from ..output import folded, print_table, speed
 
 if TYPE_CHECKING:
-    from edgeinfer.devices import DeviceProfile
+    from edgeinfer.devices import DeviceProfile, Traffic
 
     from ...models.sizes import Sized
 
@@ -24,38 +24,61 @@ SPEED = number(lambda speed: 0 < speed < float("inf"), "a finite number above 0"
 PROMPT = 2000
 """Tokens of the prompt whose first word is timed."""
 MAX_ROWS = 12
-CARD_BYTES = 600 << 20
-"""Memory that the runtime takes on a discrete GPU beside the plan of a processor's run, an assumption."""
 
 
-def one(device: DeviceProfile, model: Sized, ctx: int) -> dict[str, Any] | None:
-    """Return the speed of a model on a device with all weights in memory; None if it does not fit."""
-    from edgeinfer.devices import estimate, served
+class Held(NamedTuple):
+    """A model with all weights in the memory of a device."""
 
-    card = served(device)
-    needed = model.run_bytes(ctx) + (CARD_BYTES if device.own_memory else 0)
-    if needed > device.usable_bytes:
-        return None
-    found = estimate(card or device, model.traffic, ctx // 2, min(PROMPT, ctx))
+    device: DeviceProfile
+    """As the program uses it that runs the model there."""
+    traffic: Traffic
+    total_bytes: int
+    """Memory of the run; of one on a card the card's."""
+    fits: bool
+    on_card: bool
+    """True if CUDA runs it there: the limit of its memory is the card's."""
+
+
+def held(device: DeviceProfile, model: Sized, ctx: int, budget: int | None = None) -> Held:
+    """Return the memory that a model takes on a device; the budget, if there is one, limits the process."""
+    from edgeinfer.devices import served
+
+    if model.on_card and (card := served(device)):
+        run = model.on_card(ctx, budget)
+        return Held(card, run.traffic, run.plan.device_bytes, run.fits(card), True)
+    total = round(model.run_bytes(ctx))
+    return Held(device, model.traffic, total, total <= (budget or device.usable_bytes), False)
+
+
+def one(model: Sized, ctx: int, found: Held) -> dict[str, Any]:
+    """Return the memory and the speed of a model on a device that holds it, or would with more memory."""
+    from edgeinfer.devices import estimate
+
+    device, total = found.device, found.total_bytes
+    speeds = estimate(device, found.traffic, ctx // 2, min(PROMPT, ctx))
     loss = None if model.ternary else LOSSES.get(model.kind)
     return {
         "model": model.name, "weights": model.kind, "parameters": model.parameters, "ctx": ctx,
-        "total_bytes": round(needed), "decode_tok_per_s": found.decode_tok_per_s, "low": found.low, "high": found.high,
-        "prompt": found.prompt, "ttft_ms": found.ttft_ms, "kld": None if loss is None else list(loss),
-        "program": found.program, "unit": found.unit, "device": device.name, "memory_bytes": device.memory_bytes,
+        "total_bytes": total, "decode_tok_per_s": speeds.decode_tok_per_s, "low": speeds.low, "high": speeds.high,
+        "prompt": speeds.prompt, "ttft_ms": speeds.ttft_ms, "kld": None if loss is None else list(loss),
+        "program": speeds.program, "unit": speeds.unit, "device": device.name, "memory_bytes": device.memory_bytes,
     }
 
 
 def best(device: DeviceProfile, name: str, ctx: int, min_speed: float) -> dict[str, Any] | None:
     """Return the most exact type of a model that fits a device and is fast enough there; None if none is.
 
-    f16 is left out: int8 loses nothing that was measured, at half the bytes.
+    f16 is left out: int8 loses nothing that was measured, at half the bytes. Of a model that was trained with three
+    values all types are exact, and the smallest on the device comes first.
     """
-    for kind in sizes.types_of(name, sizes.TYPES):
-        if kind != "f16":
-            found = one(device, sizes.sized(name, kind), ctx)
-            if found and found["decode_tok_per_s"] >= min_speed:
-                return found
+    models = [sizes.sized(name, kind) for kind in sizes.types_of(name, sizes.TYPES) if kind != "f16"]
+    if models[0].ternary:
+        models.sort(key=lambda model: held(device, model, ctx).total_bytes)
+    for model in models:
+        if not (found := held(device, model, ctx)).fits:
+            continue
+        if (row := one(model, ctx, found))["decode_tok_per_s"] >= min_speed:
+            return row
     return None
 
 

@@ -34,11 +34,11 @@ def state_object(plan: MemoryPlan, graph: Graph, kv_bytes: int) -> dict[str, Any
                    f"a journal of {abi.JOURNAL_TOKENS} tokens", plan.state.checkpoints)
 
 
-def device_state(planner: DevicePlanner, plan: MemoryPlan, kv_bytes: int) -> dict[str, Any] | None:
+def device_state(planner: DevicePlanner, graph: Graph, plan: MemoryPlan, kv_bytes: int) -> dict[str, Any] | None:
     """Return the same of a run on a device, which has neither journal nor checkpoints."""
-    if not planner.graph.config.recurrent:
+    if not graph.config.recurrent:
         return None
-    return _object(planner.graph, kv_bytes, *planner.state_bytes(plan.request))
+    return _object(graph, kv_bytes, *planner.state_bytes(plan.request))
 
 
 def _object(graph: Graph, kv_bytes: int, matrices: int, convolution: int, journal: int = 0, journaled: str = "",

@@ -32,22 +32,14 @@ MAX_USERS = 64
 class Memory:
     """Memory of a run by the number of its sequences."""
 
-    one_bytes: float
-    """Memory of a run with one sequence, weights included."""
-    sequence_bytes: float
-    """Memory of each further sequence with a whole context."""
+    of: Callable[[int], float]
+    """Returns the bytes of this many sequences with whole contexts, weights included."""
     budget_bytes: int
-
-    def of(self, users: int) -> float:
-        """Return the bytes of this many sequences."""
-        return self.one_bytes + (users - 1) * self.sequence_bytes
 
     @property
     def most_users(self) -> int:
         """Sequences that the budget holds, up to the most of an engine."""
-        if self.one_bytes > self.budget_bytes:
-            return 0
-        return min(MAX_USERS, 1 + int((self.budget_bytes - self.one_bytes) / max(self.sequence_bytes, 1)))
+        return next((users - 1 for users in range(1, MAX_USERS + 1) if self.of(users) > self.budget_bytes), MAX_USERS)
 
 
 def check_users(users: int | None) -> None:

@@ -18,6 +18,9 @@ from ..tensors import Tensor, Types
 from ..weights import Weight
 from .costs import KvAccess, OnDemand, Read, Scratch, Sizes
 
+PARTS = ATTENTION, FFN, HEAD = "attention", "FFN", "head"
+"""Parts of a model in reports."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Op:
@@ -116,6 +119,11 @@ class Op:
     def ffn(self) -> bool:
         """True if it belongs to a feed-forward network."""
         return False
+
+    @property
+    def part(self) -> str:
+        """The one of `PARTS` that it belongs to."""
+        return FFN if self.ffn else HEAD if self.out.rows == "outputs" else ATTENTION
 
     # -- what it costs ---------------------------------------------------------------------------------------------
 

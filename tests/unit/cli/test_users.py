@@ -74,7 +74,7 @@ def test_every_request_is_answered_whole() -> None:
 
 
 def test_memory_knee_and_goodput() -> None:
-    memory = Memory(1e9, 1e8, round(2.05e9))
+    memory = Memory(lambda users: 9e8 + users * 1e8, round(2.05e9))
     found = row(4, memory=memory, bounds=(("ttft", 600.0), ("tpot", 100.0)))
     assert found["memory_bytes"] == 1.3e9 and found["most_users"] == 11 and found["knee"] == 50
     assert found["tok_per_s_each"] == pytest.approx(1000 / found["tpot_ms"])
@@ -87,14 +87,16 @@ def test_memory_knee_and_goodput() -> None:
     none = row(4, memory=memory, bounds=(("ttft", 1.0),))
     assert none["goodput"]["users"] is None and not none["goodput"]["met"] and not none["goodput"]["requests_per_s"]
     assert "not even one user does" in dict(users_rows(none))["goodput"]
-    assert Memory(3e9, 1e8, 2 << 30).most_users == 0
+    assert Memory(lambda users: 3e9, 2 << 30).most_users == 0
+    assert Memory(lambda users: 3e9, 3 << 30).most_users == 64
 
 
 def test_one_user_is_singular() -> None:
-    rows = [text for _, text in users_rows(row(2, memory=Memory(1e9, 1e9, round(1.5e9)), bounds=(("ttft", 1e6),)))]
+    memory = Memory(lambda users: users * 1e9, round(1.5e9))
+    rows = [text for _, text in users_rows(row(2, memory=memory, bounds=(("ttft", 1e6),)))]
     assert rows[0].startswith("memory holds 1 user, so lower") and "it holds 1 user;" in rows[1]
     assert rows[2].startswith("2 users meet TTFT") and "up to 1 user does" in rows[2]
-    (name, _), _, (_, good) = users_rows(row(1, memory=Memory(1e9, 1e9, 4 << 30), bounds=(("ttft", 1.0),)))
+    (name, _), _, (_, good) = users_rows(row(1, memory=memory, bounds=(("ttft", 1.0),)))
     assert name == "1 user" and good.startswith("1 user does not meet TTFT 1 ms")
 
 
