@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import ctypes
 import json
+import re
 import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from edgeinfer.base.process import say
@@ -29,6 +31,8 @@ OPENVINO_OPTIONS = {"load_config": json.dumps({
     "CPU": {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0",
             "INFERENCE_NUM_THREADS": "{threads}"}})}
 """Settings of the provider; the devices GPU and NPU keep their own defaults."""
+MEMORY_REMEDY = "Lower --ctx or --samples, end programs that hold memory there, or run with --device cpu."
+_NO_MEMORY = re.compile(r"out of memory|failed to allocate|bad.alloc|ALLOC_FAILED", re.IGNORECASE)
 FAST_MATMULS = "ep.cuda.fpa_intb_gemm"
 
 
@@ -99,8 +103,11 @@ class Provider(NamedTuple):
         except UsageError:
             raise
         except Exception as error:  # pybind's own classes, and RuntimeError
-            raise UsageError(f"onnxruntime cannot open the model on {self.name}: {_first_line(error)} Nothing falls "
-                             "back to another device; choose one with --device.") from None
+            remedy = MEMORY_REMEDY if lacks_memory(error) else (
+                "Nothing falls back to another device; choose one with --device. If other models open, remove "
+                f"{Path(model).parent}, and this one is lowered again.")
+            raise UsageError(f"onnxruntime cannot open the model on {self.name}: {_first_line(error)} {remedy}"
+                             ) from None
         if (first := session.get_providers()[0]) != self.name:
             remedy = self.plugin.command if self.plugin else "pip install 'edgeinfer[gpu]'"
             raise UsageError(f"onnxruntime gave {first} instead of {self.name}, which did not start; see that its "
@@ -264,7 +271,12 @@ def take_as_asked() -> None:
 def raised_by_onnxruntime(error: Exception) -> bool:
     """Return whether an error is one of its own classes, which have no common one, or an error of its
     bindings."""
-    return isinstance(error, RuntimeError) or type(error).__module__.startswith("onnxruntime")
+    return isinstance(error, (RuntimeError, MemoryError)) or type(error).__module__.startswith("onnxruntime")
+
+
+def lacks_memory(error: Exception) -> bool:
+    """Return whether an error of onnxruntime, CUDA or cuBLAS says that process or device have no memory left."""
+    return isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)) is not None
 
 
 def one_line(error: Exception) -> str:

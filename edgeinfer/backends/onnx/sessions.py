@@ -18,7 +18,7 @@ from edgeinfer.errors import CancelledError, ClosedError, EdgeInferError
 from edgeinfer.runner import Cancellation
 
 from .caller import NO_GRAPH, Caller
-from .devices import PROVIDERS, Provider, one_line, raised_by_onnxruntime
+from .devices import MEMORY_REMEDY, PROVIDERS, Provider, lacks_memory, one_line, raised_by_onnxruntime
 from .slabs import Slabs
 from .stored import COPY, MODEL
 
@@ -88,8 +88,9 @@ class Sessions:
             self.check_open()
             if cancel is not None and cancel.asked:
                 raise CancelledError("The run was cancelled.") from None
+            remedy = MEMORY_REMEDY if lacks_memory(error) else "If that persists, open the model again."
             raise EdgeInferError(f"onnxruntime failed on {self.provider.name}, which ends the request: "
-                                 f"{one_line(error)} If that persists, open the model again.") from None
+                                 f"{one_line(error)} {remedy}") from None
 
     def _run(self, session: Any, binding: Any, graph: int = NO_GRAPH, cancel: Cancellation | None = None) -> None:
         self._caller.run(session, binding, lambda: self._closed or (cancel is not None and cancel.asked), graph)
