@@ -28,6 +28,7 @@ from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 
@@ -92,7 +93,8 @@ def run(architecture: str, storage: Storage, index: int) -> Case:
     """Return the figures of one case."""
     names = list(models(architecture))
     name = names[0 if storage.nested else index % len(names)]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, mock.patch("os.fsync"), \
+            mock.patch("edgeinfer.bundle.checksums.Passed.remember"):  # files of a second
         return compared(architecture, storage, name, write_tiny(name, storage, Path(folder) / "bundle"))
 
 
@@ -197,8 +199,7 @@ def generated(folder: Path, prompt: list[int], n: int, end: int) -> list[int]:
 
     config = onnxruntime_genai.Config(str(folder))
     config.overlay(json.dumps({"model": {"eos_token_id": end}}))
-    model = onnxruntime_genai.Model(config)
-    settings = onnxruntime_genai.GeneratorParams(model)
+    settings = onnxruntime_genai.GeneratorParams(model := onnxruntime_genai.Model(config))
     settings.set_search_options(do_sample=False, max_length=len(prompt) + n)
     generator, found = onnxruntime_genai.Generator(model, settings), list[int]()
     generator.append_tokens(prompt)
@@ -218,11 +219,10 @@ def summed(cases: list[Case]) -> list[str]:
     there = [case for case in cases if not case.genai]
     ran = [case.genai_greedy for case in there if case.genai_greedy != "not run"]
     rounded = max(cases, key=lambda case: case.f16)
-    cells = [f"{max(case.f32 for case in cases):.1e}", f"{max(case.reference for case in cases):.1e}",
-             f"{rounded.f16:.1e} ({rounded.rounding:.1e})", equal([case.greedy for case in cases])]
     genai = [f"{max(case.genai_f32 for case in there):.1e}", f"{max(case.genai_f16 for case in there):.1e}",
              equal(ran) if ran else "not run"] if there else ["no", "", ""]
-    return [*cells, *genai]
+    return [f"{max(case.f32 for case in cases):.1e}", f"{max(case.reference for case in cases):.1e}",
+            f"{rounded.f16:.1e} ({rounded.rounding:.1e})", equal([case.greedy for case in cases]), *genai]
 
 
 def equal(texts: list[str]) -> str:

@@ -31,6 +31,8 @@ class _Stored(reference._State):
     """The oracle's state, whose weights are those that a bundle's codes and scales stand for."""
 
     bundle: Bundle
+    vectors: Any = np.float32
+    """Floats that norms, biases and factors are rounded to."""
 
     def parts(self, weight: Any) -> list[np.ndarray]:
         """Matrices or vectors of a weight that are not side by side, without padding."""
@@ -39,7 +41,7 @@ class _Stored(reference._State):
         if stored.layout == "neuron":
             values = layouts.unpack_neuron(data, stored.dtype, stored.group_size, weight.shape).astype(self.dtype)
             return [*(values[:, i] for i in range(values.shape[1] - 1)), values[:, -1].T]
-        whole = data.view(np.float32) if stored.layout == "plain" else layouts.unpack_tile16(
+        whole = data.view(np.float32).astype(self.vectors) if stored.layout == "plain" else layouts.unpack_tile16(
             data, stored.dtype, stored.group_size, weight.shape, stored.levels)
         whole = whole.astype(self.dtype)
         if weight.combine == "folded16":
@@ -53,15 +55,15 @@ class _Stored(reference._State):
         """Matrices or biases of all experts, without padding."""
         stored, n = self.bundle.types[weight.name], len(weight.sources)
         data, (experts, rows) = tensor_bytes(self.bundle, weight.name), weight.sources[0].shape[:2]
-        whole = data.view(np.float32) if stored.layout == "plain" else layouts.unpack_tile16(
+        whole = data.view(np.float32).astype(self.vectors) if stored.layout == "plain" else layouts.unpack_tile16(
             data, stored.dtype, stored.group_size, weight.shape, stored.levels)
         tiles = whole.astype(self.dtype).reshape(experts, -1, n, 16, *whole.shape[1:])
         return [tiles[:, :, i].reshape(experts, -1, *whole.shape[1:])[:, :rows] for i in range(n)]
 
 
-def expected(bundle: Bundle, ids: Sequence[int]) -> np.ndarray:
+def expected(bundle: Bundle, ids: Sequence[int], vectors: Any = np.float32) -> np.ndarray:
     """The oracle's logits after every token, with the weights that the bundle's codes stand for."""
-    with mock.patch.object(reference, "_State", type("_OfBundle", (_Stored,), {"bundle": bundle})):
+    with mock.patch.object(reference, "_State", type("_OfBundle", (_Stored,), {"bundle": bundle, "vectors": vectors})):
         return reference.forward(graph_of(bundle), {}, ids)
 
 
@@ -88,8 +90,8 @@ def expected_surely(bundle: Bundle, ids: Sequence[int], close: float = CLOSE) ->
 
 
 def expected_in_f16(bundle: Bundle, ids: Sequence[int], kind: Any = np.float16) -> np.ndarray:
-    """As `expected`, but what each operation leaves is rounded to f16, or another kind of floats, and everything within
-    it is exact.
+    """As `expected`, but vectors and what each operation leaves are rounded to f16, or another kind of floats, and
+    everything within it is exact.
     """
 
     def rounded(operation: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
@@ -101,7 +103,7 @@ def expected_in_f16(bundle: Bundle, ids: Sequence[int], kind: Any = np.float16) 
         return run
 
     with mock.patch.dict(reference.OPS, {name: rounded(operation) for name, operation in reference.OPS.items()}):
-        return expected(bundle, ids)
+        return expected(bundle, ids, kind)
 
 
 def data_of(model: Path) -> Path:
