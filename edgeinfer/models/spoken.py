@@ -42,6 +42,8 @@ _MIXED = {
 bits."""
 _BITS_UNSAID = ("AWQ", "GPTQ")
 """Methods whose checkpoints have 4 bits where the name says no other number."""
+_SAID = (*_BITS_UNSAID, "FP8")
+"""Types of checkpoints that a description names beside that of edgeinfer which holds them."""
 _WORDS = re.compile(r"\d+(?:\.\d+)?(?:[bmkt](?![^\W\d_]))?|[^\W\d_]+")
 _ROWS = re.compile("_R[48]$")
 """Rows that a type stores together."""
@@ -80,7 +82,7 @@ _OTHER_KINDS = frozenset(
 _MADE = {"int4": "q4", "4bit": "q4", "4bits": "q4", "q4": "q4", "int8": "int8", "8bit": "int8", "8bits": "int8",
          "q8": "int8", "f16": "f16", "fp16": "f16", "bf16": "f16", "f32": "f32", "fp32": "f32", "mxfp4": "mxfp4",
          "q41": "q4m", "q50": "q5", "q51": "q5m", "iq4nl": "iq4", "w4a16": "q4", "w8a8": "int8", "w8a16": "int8",
-         "i2s": "q2", "awq": "q4", "gptq": "q4"}
+         "i2s": "q2", "awq": "q4", "gptq": "q4", "fp8": "f16"}
 """Types of weights that edgeinfer makes, by their common names."""
 MAX_CHARACTERS, _SLIPS_FROM = 200, 4
 """Length limit of a name, and the letters of a word in which a slip is mended."""
@@ -173,7 +175,7 @@ def spoken(text: str) -> Spoken:
         return Spoken(shape, file_type=kind, stated=found[0].upper())
     made = _MADE.get(stated.lower().replace("_", ""))
     return Spoken(shape, made, unknown_type=None if made else found[1],
-                  stated=stated if stated in _BITS_UNSAID else None)
+                  stated=stated if stated in _SAID else None)
 
 
 def _longer(text: str, shape: Shape) -> str | None:

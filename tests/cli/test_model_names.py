@@ -51,8 +51,9 @@ def test_a_type_in_the_name_is_the_type_of_the_weights(typed: str, kind: str) ->
     ("llama 3.2 1b Q5", "as a Q5_K_M file (for Q5)", "q5k"), ("llama 3.2 1b Q6", "as a Q6_K file (for Q6)", "q6"),
     ("llama 3.2 1b 6bit", "as a Q6_K file (for 6BIT)", "q6"), ("llama-3.2-1b 5-bit", "as a Q5_K_M file (for 5-BIT)",
     "q5k"), ("Llama-3.2-1B-Instruct-AWQ", "in q4 (for AWQ)", "q4"), ("llama-3.2-1b-gptq", "in q4 (for GPTQ)", "q4"),
+    ("Llama-3.2-1B-Instruct-FP8", "in f16 (for FP8)", "f16"),
 ])
-def test_bits_without_a_type_and_methods_without_bits(typed: str, said: str, kind: str) -> None:
+def test_bits_without_a_type_and_types_of_checkpoints(typed: str, said: str, kind: str) -> None:
     found = describe(typed)
     assert found.source == f"built-in shape, as meta-llama/Llama-3.2-1B, {said}"
     assert found.quantisation.weights == kind
