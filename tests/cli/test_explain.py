@@ -56,6 +56,23 @@ def test_a_sparse_model_by_hand(tmp_path: Path) -> None:
     assert pytest.approx(out["decode_tok_per_s"], rel=0.01) == 1 / (2.42 / 42 + 0.92 / (42 * 0.2))  # the e of no gain
 
 
+def test_a_probed_machine_reads_beside_its_prompts(tmp_path: Path) -> None:
+    """The formulas, with unpacking as a second limit and a part of each reading that prompts do not hide, as given."""
+    board = tmp_path / "probed.toml"
+    more = "int8_peak_gops = 800.0\n[constants]\nf_w = 0.9\nmfu = 0.7\nfew_rows = 0.5\nunhidden = 0.25\n"
+    board.write_text(BOARD[:BOARD.index("constants")] + more + "[figures]\nunpacked_gbs_q4 = 50.0\n")
+    out, found = lines("llama-2-7b", "--machine", board, "--ctx", 4096)
+    assert found["Time of a token", "tokens/s"]["value"] == pytest.approx(out["decode_tok_per_s"])
+    assert found["Time of a prompt", "first word"]["value"] == pytest.approx(out["ttft_ms"])
+    matrices = found["Time of a prompt", "matrices"]
+    assert matrices["formula"].endswith(" G/s) + 0.25 of each reading of the weights")
+    weights = out["weight_bytes_read"] / 1e9
+    share = 0.9 / (1 + (42 / 50) ** 4) ** 0.25
+    assert found["Time of a token", "weights"]["value"] == pytest.approx(1000 * weights / 42 / share, rel=0.01)
+    arithmetic = 13.2e9 * 512 / 0.7 / 800e6
+    assert matrices["value"] == pytest.approx(arithmetic + 2 * 0.25 * 1000 * weights / 42 / share, rel=0.02)
+
+
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gemma-3-4b", "qwen3.5-4b", "llama-3.1-8b"])
 def test_the_formulas_give_the_estimate(name: str) -> None:
     out, found = lines(name, "--machine", "m4 max 64gb", "--ctx", 4096)

@@ -77,9 +77,9 @@ def devices(
 ) -> None:
     """List the known devices, show one, or measure this machine.
 
-    The probe takes about a minute and uses all cores. It multiplies from registers, reads memory sequentially and in
-    scattered pieces, reads a temporary file of 512 MiB in the cache past the page cache, runs small random models, and
-    works at full load for 20 seconds.
+    The probe takes about a minute and a half and uses all cores. It multiplies from registers, reads memory
+    sequentially and in scattered pieces, reads a temporary file of 512 MiB in the cache past the page cache, runs small
+    random models, and works at full load for 20 seconds.
 
     \b
     Examples:
@@ -153,7 +153,7 @@ def probe_and_save(threads: int | None, quick: bool) -> tuple[DeviceProfile, Pat
         request = ProbeRequest(threads or default_threads(), path.parent, quick=quick)
         if not quick:
             say(f"The probe writes a temporary file of {format_size(request.storage_bytes)} into {path.parent} and "
-                "takes about a minute.")
+                "takes about a minute and a half.")
         save_profile(probe_machine(request, bundles, progress), path)
     profile = load_profile("local")
     if profile.figures.get("storage_direct") == 0:

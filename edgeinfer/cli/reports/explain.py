@@ -168,8 +168,10 @@ def _prompt(profile: DeviceProfile, traffic: Traffic, constants: Constants, prom
     if not terms or not peak:
         return
     operations = (traffic.operations - traffic.head_operations) * prompt + traffic.head_operations
-    yield Line(group, "matrices", f"max({_g(operations)} / ({constants.mfu:.3g} x {peak:.4g} G/s), "
-               "one reading of the weights)", terms["prefill_matrices"], "ms")
+    multiplied = f"{_g(operations)} / ({constants.mfu:.3g} x {peak:.4g} G/s)"
+    said = f"{multiplied} + {constants.unhidden:.2g} of each reading of the weights" if constants.few_rows else \
+        f"max({multiplied}, one reading of the weights)"
+    yield Line(group, "matrices", said, terms["prefill_matrices"], "ms")
     attention = traffic.attention_operations_of(prompt, 0)
     yield Line(group, "attention", f"{_g(attention)} / ({constants.mfu_attention:.3g} x "
                f"{peak:.4g} G/s)", terms["prefill_attention"], "ms")
