@@ -49,7 +49,7 @@ def test_quantised_matrices_are_packed_and_their_scales_stay_mapped(dtype: str, 
 
 def test_rows_of_a_table_are_read_with_what_is_around_them() -> None:
     memory = CpuMemory(1000, ((50 * READ_AROUND, 4096, False), (10 * READ_AROUND, 128, True)), 0, 0, 0)
-    assert memory.read(3) == 1000 + 3 * 2 * READ_AROUND + 3 * 128 + READ_AROUND
+    assert memory.read(3) == 1000 + 4 * READ_AROUND + 3 * 128 + READ_AROUND
 
 
 @pytest.mark.parametrize(("weights", "summed"), [("q4", 0), ("int8", 72), ("q4k", 72)])

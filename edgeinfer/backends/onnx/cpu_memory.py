@@ -60,9 +60,9 @@ class CpuMemory(NamedTuple):
 
     def read(self, positions: int) -> int:
         """Return the bytes of the file that stay mapped when so many tokens were read."""
-        return self.mapped + sum(min(nbytes, positions * row + READ_AROUND if in_order
-                                     else positions * (round_up(row, READ_AROUND) + READ_AROUND))
-                                 for nbytes, row, in_order in self.rows)
+        apart = [row if in_order else round_up(row, READ_AROUND) for _, row, in_order in self.rows]
+        return self.mapped + sum(min(nbytes, READ_AROUND + positions * row)
+                                 for (nbytes, _, _), row in zip(self.rows, apart, strict=True))
 
 
 def _use(node: Node, place: int) -> str:
