@@ -38,7 +38,7 @@ _KNOWN = "machine unit program bandwidth cores machine_class memory"
 _STORED = "model weights group_size"
 _RUN = f"{_STORED} ctx kv budget recipe n {TECHNIQUES}"
 _PLANNED = (f"{_RUN} beams max_tokens threads prefill_chunk kv_memory state_memory kv_layout mlock no_mmap serve "
-            "max_sequences link")
+            "max_sequences link html")
 _LENGTHS, _DRAFTED = "prompt answer", "draft acceptance draft_tokens speculate"
 _ONE_DEVICE = (f"{_RUN} {_KNOWN} storage {_LENGTHS} {_DRAFTED} accepted draft_cost users goodput energy "
                "sparsity rows explain plot html link")
@@ -49,12 +49,12 @@ MODES: dict[str, dict[str, Mode]] = {
                          f"prefill_device {_STORED} machine bandwidth cores machine_class memory ctx budget threads "
                          "prefill_chunk"),
         "compare": _mode("with --compare, which compares all types of weights on one device",
-                         f"compare model {_KNOWN} ctx budget"),
+                         f"compare html model {_KNOWN} ctx budget"),
         "nodes": _mode("with --nodes, which plans the layers on the machines that it names",
                        f"nodes link {_STORED} ctx kv budget n {TECHNIQUES} beams max_tokens state_memory "
                        "prefill_chunk no_mmap"),
         "serve": _mode("with --serve, which plans for the requests of many",
-                       f"{_PLANNED} {_KNOWN} device storage max_kld", without="n beams max_tokens link"),
+                       f"{_PLANNED} {_KNOWN} device storage max_kld", without="n beams max_tokens link html"),
         "here": _mode("on this machine", f"{_PLANNED} device max_kld"),
         "device": _mode("with --device, where onnxruntime runs the model", f"{_PLANNED} device",
                         without="state_memory"),
@@ -79,17 +79,19 @@ MODES: dict[str, dict[str, Mode]] = {
 }
 """The modes of each command, by name."""
 NEEDS: dict[str, dict[str, str]] = {
-    "plan": {"max_sequences": "serve", "link": "nodes"},
+    "plan": {"max_sequences": "serve", "link": "nodes", "html": "compare"},
     "estimate": {"goodput": "users", "rows": "sparsity", "acceptance": "draft", "draft_tokens": "draft",
                  "draft_cost": "accepted", "link": "nodes"},
     "recommend": {},
 }
 """Options without effect unless another is given."""
-_SAME = "both set the tokens of a pass"
+_SAME, _ONE = "both set the tokens of a pass", "drafts are predicted for one sequence"
+_FORMULAS = "the formulas are of one token of one sequence"
 PAIRS: dict[str, dict[str, str]] = {
     "plan": {},
     "estimate": {"draft speculate": _SAME, "draft accepted": _SAME, "speculate accepted": _SAME,
-                 "draft draft_cost": "the time that a draft model takes is predicted",
+                 "draft n": _ONE, "speculate n": _ONE, "explain n": _FORMULAS, "explain accepted": _FORMULAS,
+                 "explain draft": _FORMULAS, "draft draft_cost": "the time that a draft model takes is predicted",
                  "users n": "each user asks for one answer",
                  "users speculate": "the speed for users is predicted without prompt lookup"},
     "recommend": {},
@@ -117,7 +119,8 @@ def check_mode(command: str, name: str, given: Given) -> None:
     for one, other in NEEDS[command].items():
         needed = _parameter(given, other)
         if one in said and given.context.params[other] in (None, needed.default):
-            raise UsageError(f"{said[one]} requires {_name(needed)}{'' if needed.is_flag else f' {needed.metavar}'}.")
+            value = "" if needed.is_flag else f" {needed.metavar.removesuffix(',...')}"
+            raise UsageError(f"{said[one]} requires {_name(needed)}{value}.")
 
 
 def _said(given: Given) -> Iterator[tuple[str, str]]:
@@ -130,7 +133,7 @@ def _said(given: Given) -> Iterator[tuple[str, str]]:
 
 
 def _written(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else f"{value!s:.80}"
+    return f"{value:g}" if isinstance(value, float) else f"{value!s:.80}" or "''"
 
 
 def _parameter(given: Given, name: str) -> Any:

@@ -181,8 +181,9 @@ def estimate(model: str, machine: str = LOCAL, *, ctx: int | None = None, prompt
         The error in one sentence.
     """
     from ..models.describe import describe
-    from .reports.estimate_object import Questions, estimate_object
+    from .reports.estimate_object import estimate_object
     from .reports.on_gpu import Cards
+    from .reports.questions import Questions
 
     checked("model", model, RULES["model"])
     ctx, prompt, answer = check_lengths(KEYWORDS, ctx, prompt, answer)

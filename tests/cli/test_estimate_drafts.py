@@ -130,6 +130,8 @@ def test_lookup_by_kind_of_text() -> None:
     (["--speculate", "self"], "--speculate is 'self'; give lookup or off, or --draft MODEL for a draft model."),
     (["--draft", "llama-3.2-1b", "--speculate", "off"], "--speculate off drafts nothing, and --draft llama-3.2-1b is"),
     (["--draft", "llama-3.2-1b", "--draft-cost", "0.2", "--accepted", "1"], "--draft-cost 0.2 exclude each other: the"),
+    (["--draft", "llama-3.2-1b", "--samples", "2"], "--samples 2 exclude each other: drafts are predicted for one"),
+    (["--explain", "--samples", "2"], "--explain and --samples 2 exclude each other: the formulas are of one token"),
     (["--users", "2", "--samples", "2"], "--users 2 and --samples 2 exclude each other: each user asks for one answer"),
     (["--users", "2", "--speculate", "lookup"], "--users 2 and --speculate lookup exclude each other: the speed for"),
     (["--draft-cost", "0.2"], "--draft-cost 0.2 requires --accepted N."),

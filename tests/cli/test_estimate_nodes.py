@@ -67,7 +67,7 @@ def test_when_two_are_worse_than_one() -> None:
 
 
 @pytest.mark.parametrize(("more", "sentence"), [
-    (["--link", "1GbE"], "--link 1GbE requires --nodes NAME,..."),
+    (["--link", "1GbE"], "--link 1GbE requires --nodes NAME."),
     (["--nodes", "rpi5"], "--nodes is 'rpi5'; name two machines or more, as in rpi5,rpi5."),
     (["--nodes", "rpi5,"], "--nodes is 'rpi5,'; name two machines or more"),
     (["--nodes", "rpi5,m4", "--link", "0MB/s"], "--link is '0MB/s'; the rate must be above 0"),

@@ -33,7 +33,8 @@ def test_one_file_with_everything(tmp_path: Path) -> None:
     assert not OUTSIDE.search(page)
     drawn = figures(page)
     assert [one.get("aria-label") for one in drawn] == [
-        "Tokens per second by context", "Memory", "Time of a token", "Tokens per second by type of weights"]
+        "Tokens per second by context", "Memory", "Time of a token", "Memory and speed by type of weights",
+        "Tokens per second by type of weights"]
     out = edgeinfer(*ASKED, "-p", 2000, "-n", 500, "--json").json
     assert f"{out['decode_tok_per_s']:.1f} tokens/s" in page and "first word after" in page
     (style,) = re.findall(r"<style>(.*?)</style>", page, re.DOTALL)
@@ -91,10 +92,41 @@ def test_a_model_that_does_not_fit_says_so(tmp_path: Path) -> None:
     assert '<p class="answer no">It does not fit: ' in page and "does not fit" in page
 
 
+def test_all_types_of_weights_are_a_page_with_a_plot(tmp_path: Path) -> None:
+    asked = ("plan", "llama-3.1-8b", "--machine", "m4 16gb", "--compare")
+    done = edgeinfer(*asked, "--html", tmp_path / "a.html", "--json")
+    page = (tmp_path / "a.html").read_text(encoding="utf-8")
+    assert done.code == 0 and done.json == edgeinfer(*asked, "--json").json and not OUTSIDE.search(page)
+    (drawn,) = figures(page)
+    assert len(drawn.findall(".//{*}circle")) == len(done.json["types"]) and page.count("<tr>") == 1 + len(
+        done.json["types"])
+    assert "int8 is the most exact that fits Apple M4, 16 GB" in page and "GB of memory" in page
+    none = edgeinfer("plan", "llama-3.1-70b", "--machine", "rpi5", "--compare", "--html", tmp_path / "b.html")
+    assert none.code == 3 and '<p class="answer no">No type fits' in (tmp_path / "b.html").read_text(encoding="utf-8")
+    assert edgeinfer(*asked, "--html", "a.txt").sentence == "--html 'a.txt' has no known ending; use .html."
+    assert edgeinfer(*asked[:-1], "--html", "a.html").sentence == "--html a.html requires --compare."
+
+
+def test_users_and_drafts_are_plotted(tmp_path: Path) -> None:
+    asked = ("estimate", "llama-3.1-8b", "--machine", "m4 16gb", "--users", 4, "--draft", "llama-3.2-1b")
+    done = edgeinfer(*asked, "--html", tmp_path / "a.html", "--json").json
+    page = (tmp_path / "a.html").read_text(encoding="utf-8")
+    rows, drafts = done["users"]["by_users"], done["speculation"]["by_acceptance"]
+    assert [row["users"] for row in rows] == [1, 2, 4, 8]
+    assert rows[2]["output_throughput"] == done["users"]["output_throughput"]
+    assert drafts[7]["decode_tok_per_s"] == done["speculation"]["decode_tok_per_s"] and len(drafts) == 11
+    for title in ("Tokens per second of all users", "First token of a user", "Tokens per second with llama-3.2-1b"):
+        assert f"<figcaption>{title}</figcaption>" in page
+    plain = edgeinfer(*asked, "--json").json
+    assert plain["users"]["by_users"] is plain["speculation"]["by_acceptance"] is None
+    edgeinfer("estimate", "llama-3.1-8b", "--machine", "m4", "--speculate", "lookup", "--html", tmp_path / "b.html")
+    assert "Tokens per second with prompt lookup" in (tmp_path / "b.html").read_text(encoding="utf-8")
+
+
 def test_the_page_of_plans() -> None:
     data, policy, status = plan_page({"model": "llama-3.2-3b", "machine": "rpi5", "memory": "8", "ctx": "2048"})
     page = data.decode()
-    assert status == 200 and "llama-3.2-3b on Raspberry Pi 5" in page and len(figures(page)) == 4
+    assert status == 200 and "llama-3.2-3b on Raspberry Pi 5" in page and len(figures(page)) == 5
     assert '<option value="llama-3.2-3b" selected>' in page and '<option value="8" selected>8 GB</option>' in page
     (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

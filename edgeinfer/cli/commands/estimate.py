@@ -16,8 +16,9 @@ from ..output import show
 from ..reports import decision
 from ..reports.estimate import chart, print_all_devices, print_estimate
 from ..reports.estimate_fields import JSON_FIELDS as JSON_FIELDS
-from ..reports.estimate_object import DEFAULT_ANSWER, all_devices_object, estimate_object
+from ..reports.estimate_object import all_devices_object, estimate_object
 from ..reports.on_gpu import Cards
+from ..reports.questions import DEFAULT_ANSWER
 from ..reports.storage import print_skipping
 from . import estimate_options as options
 
@@ -75,10 +76,11 @@ def estimate(
     options.check_request(given, prompt, answer, plot, html)
     questions = options.questions_of(given, users, answer, goodput, explain, energy, sparsity, rows)
     options.check_drafting(accepted, draft_cost)
-    questions = options.with_drafting(questions, draft, acceptance, draft_tokens, speculate)
+    questions = options.with_drafting(replace(questions, plots=html is not None), draft, acceptance, draft_tokens,
+                                      speculate)
     drafting = accepted, draft_cost
     if nodes is not None:
-        _on_nodes(model, nodes, link or options.DEFAULT_LINK, prompt, answer, given)
+        _on_nodes(model, nodes, options.DEFAULT_LINK if link is None else link, prompt, answer, given)
         return
     from edgeinfer.devices import load_profile
 
@@ -132,13 +134,13 @@ def _save_page(out: dict[str, Any], device: DeviceProfile, path: Path) -> None:
     from ...models import sizes
     from ...models.spoken import spoken
     from ..reports.comparison import compared
-    from ..reports.page import save_page
+    from ..reports.page import estimate_body, save_page
 
     meant = None if Path(out["model"]).exists() else spoken(out["model"]).shape
     known = meant is not None and meant.name in sizes.names()
     budget = out["process_budget_bytes"] or (out["budget_bytes"] if out["limited"] else None)
     types = compared(out["model"], meant.name, device, out["ctx"], budget, sizes.TYPES) if meant and known else None
-    save_page(out, types, path)
+    save_page(out, estimate_body(out, types), path)
 
 
 def _report(out: dict[str, Any], device: DeviceProfile, plot: str | None, html: str | None, json: bool) -> None:

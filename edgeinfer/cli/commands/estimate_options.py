@@ -13,8 +13,8 @@ from ...config import DEFAULT_DRAFT_TOKENS, MAX_DRAFT_TOKENS
 from ...errors import UsageError
 from ..lengths import FLAGS, check_lengths
 from ..options import Given
-from ..reports.estimate_object import Questions
 from ..reports.nodes import DEFAULT_LINK
+from ..reports.questions import Questions
 from ..reports.users import check_users
 
 if TYPE_CHECKING:

@@ -64,6 +64,10 @@ def plan(
         bool, typer.Option("--compare", help="Compare all types of weights that can be made or "
                            "downloaded: memory, speed, loss.")
     ] = False,
+    html: Annotated[
+        str | None, typer.Option("--html", metavar="FILE", show_default=False,
+                                 help="With --compare: write the table with a plot as one self-contained page.")
+    ] = None,
     max_sequences: Annotated[
         int | None, typer.Option("--max-sequences", metavar="N", show_default=False,
                                  help="With --serve: maximum number of sequences that run at once, 1 to 64.  "
@@ -103,7 +107,7 @@ def plan(
       edgeinfer plan llama-3.1-8b --machine rpi5 --ctx 8192
       edgeinfer plan ./my-bundle --budget 2GiB --kv f16
       edgeinfer plan owner/model --weights int8 --json
-      edgeinfer plan qwen3-8b --machine "m4 16gb" --compare
+      edgeinfer plan qwen3-8b --machine "m4 16gb" --compare --html types.html
       edgeinfer plan ./my-bundle --serve --budget 8GiB --ctx 8192
       edgeinfer plan llama-3.1-70b --nodes rpi5-16gb,rpi5-16gb,rpi5-16gb --link 2.5GbE
     """
@@ -122,7 +126,7 @@ def plan(
         return _prefilling(model, prefill_device, given)
     if compare:
         check_mode("plan", "compare", given)
-        return _compared(model, given)
+        return _compared(model, html, given)
     if nodes is not None:
         check_mode("plan", "nodes", given)
     if serve:
@@ -133,7 +137,7 @@ def plan(
     config = given.runtime(max_sequences=sequences, draft_tokens=drafting.rows, fill_budget=serve,
                            own_tokens=max(given.max_tokens, 1) if beams > 1 else None)
     if nodes is not None:
-        return _on_nodes(model, nodes, link or DEFAULT_LINK, given, config, drafting)
+        return _on_nodes(model, nodes, DEFAULT_LINK if link is None else link, given, config, drafting)
     if given.machine and given.device:  # of variables, the one that a flag does not contradict
         given.device, given.machine = (None, given.machine) if given.by_flag("machine") else (given.device, None)
     stored = given.stored(model)
@@ -157,12 +161,15 @@ def _mode_of(profile: DeviceProfile | None, device: str | None) -> str:
     return "card" if profile.own_memory or devices.served(profile) else "machine"
 
 
-def _compared(model: str, given: options.Given) -> int:
-    """Print a model with all types of weights and return the exit code."""
+def _compared(model: str, html: str | None, given: options.Given) -> int:
+    """Print a model with all types of weights, or write it as a page, and return the exit code."""
     from ...models import DEMO, is_hub_id, sizes
     from ...models.spoken import spoken
     from ..reports.comparison import compared, compared_of, print_comparison
+    from ..reports.page import check_page, comparison_body, save_page
 
+    if html is not None:
+        check_page(html)
     device = machine_of(given) or devices.load_profile("local")
     named = model != DEMO and not is_hub_id(model) and not Path(model).expanduser().exists()
     meant = spoken(model).shape if named else None
@@ -171,6 +178,8 @@ def _compared(model: str, given: options.Given) -> int:
     else:
         longest = sizes.sized(meant.name, "q4").longest
         out = compared(model, meant.name, device, given.ctx or min(longest, sizes.CTX), given.budget)
+    if html is not None:
+        save_page(out, comparison_body(out), Path(html))
     show(out, given.json, print_comparison)
     return 0 if any(row["fits"] for row in out["types"]) else BudgetError.exit_code
 

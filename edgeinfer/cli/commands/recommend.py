@@ -69,14 +69,14 @@ def recommend(
       edgeinfer recommend llama-3.1-8b --all-devices --min-speed 20
     """
     ctx = DEFAULT_CTX if given.ctx is None else given.ctx
-    if model and not all_devices:
-        raise UsageError(f"recommend finds models for a device; 'edgeinfer plan {model}' plans one, and --all-devices "
-                         "finds devices for it.")
-    check_mode("recommend", "one" if not all_devices else "model" if model else "all", given)
+    if model is not None and not all_devices:
+        raise UsageError(f"recommend finds models for a device; 'edgeinfer plan {model or 'MODEL'}' plans one, and "
+                         "--all-devices finds devices for it.")
+    check_mode("recommend", "one" if not all_devices else "all" if model is None else "model", given)
     _check(ctx, min_speed, use)
     asked: dict[str, Any] = {"ctx": ctx, "min_speed": min_speed, "for": use}
     if all_devices:
-        out = {"device": None, **asked, "model": model and _shape(model)}
+        out = {"device": None, **asked, "model": None if model is None else _shape(model)}
         devices = devices_of(given)
         if out["model"]:
             longest = sizes.sized(out["model"], "q4").longest

@@ -110,36 +110,48 @@ def _object(name: str, shape: str | None, device: DeviceProfile, ctx: int, budge
             "types": rows, "notes": notes}
 
 
-def print_comparison(out: dict[str, Any]) -> None:
-    """Print the table, the answer first."""
+def verdict_of(out: dict[str, Any]) -> str:
+    """Return the answer in one sentence."""
     rows = out["types"]
     fitting = [row for row in rows if row["fits"] and row["weights"] != "f16"] or [row for row in rows if row["fits"]]
     where = f"{out['device_title']}, {format_size(out['budget_bytes'])}"
     if limit := out["process_budget_bytes"]:
         where += f" and {format_size(limit)} for the process beside it"
-    if fitting:
-        top = fitting[0] if out["quantised"] else next(
-            (row for row in fitting if row["weights"] != STORED), fitting[0])
-        what = f"The file as it is fits {where}, and nothing is more exact" if top["weights"] == STORED else \
-            f"{top['weights']} holds the model's three values exactly, as larger types do, and fits {where}" \
-            if out["exact"] else f"{top['weights']} is the most exact that fits {where}"
-        said = (f"{what}: {format_size(top['total_bytes'])}, {speed(top['decode_tok_per_s'])} tokens/s "
-                f"({top['program']} on the {top['unit'].upper()}).")
-    else:
-        said = f"No type fits {where} with a context of {out['ctx']}; a smaller --ctx or model does."
-    print("\n".join(folded(said)) + "\n")
-    table = [("type", "from", "file", "memory", "fits", "tokens/s", "80 % band", "TTFT", "KLD")]
-    for row in rows:
+    if not fitting:
+        return f"No type fits {where} with a context of {out['ctx']}; a smaller --ctx or model does."
+    top = fitting[0] if out["quantised"] else next((row for row in fitting if row["weights"] != STORED), fitting[0])
+    what = f"The file as it is fits {where}, and nothing is more exact" if top["weights"] == STORED else \
+        f"{top['weights']} holds the model's three values exactly, as larger types do, and fits {where}" \
+        if out["exact"] else f"{top['weights']} is the most exact that fits {where}"
+    return (f"{what}: {format_size(top['total_bytes'])}, {speed(top['decode_tok_per_s'])} tokens/s "
+            f"({top['program']} on the {top['unit'].upper()}).")
+
+
+def table_of(out: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Return the table with its heading."""
+    table: list[tuple[str, ...]] = [
+        ("type", "from", "file", "memory", "fits", "tokens/s", "80 % band", "TTFT", "KLD")]
+    for row in out["types"]:
         wait = "" if row["ttft_ms"] is None else f"{row['ttft_ms'] / 1000:.1f} s"
         table.append((row["weights"], row["from"], format_size(row["file_bytes"]),
                       format_size(row["total_bytes"]), "yes" if row["fits"] else "no", speed(row["decode_tok_per_s"]),
                       f"{speed(row['low'])}-{speed(row['high'])}", wait,
                       loss_words(row["weights"]) if row["kld"] else ""))
-    print_table(table, right=[2, 3, 5, 7])
+    return table
+
+
+def remarks_of(out: dict[str, Any]) -> list[str]:
+    """Return the sentences below the table."""
     own = " Other types than the bundle's own are made from its checkpoint." if out["bundle"] else ""
-    print("\n" + "\n".join(folded(
-        f"{out['ctx']} tokens of context, half of it filled; TTFT is of a prompt of {out['prompt']}; speeds are as if "
-        "all weights were in memory. KLD was measured on models of 5 million parameters, of some types on the "
-        "layers alone; larger models lose less." + own)))
-    for line in out["notes"]:
+    return [f"{out['ctx']} tokens of context, half of it filled; TTFT is of a prompt of {out['prompt']}; speeds are as "
+            "if all weights were in memory. KLD was measured on models of 5 million parameters, of some types on the "
+            "layers alone; larger models lose less." + own, *out["notes"]]
+
+
+def print_comparison(out: dict[str, Any]) -> None:
+    """Print the table, the answer first."""
+    print("\n".join(folded(verdict_of(out))) + "\n")
+    print_table(table_of(out), right=[2, 3, 5, 7])
+    print()
+    for line in remarks_of(out):
         print("\n".join(folded(line)))

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
 FIELD = ("with --draft or --speculate lookup: `plain_tok_per_s`; of a draft model `draft`, `acceptance` "
          "(`acceptance_assumed`), `draft_tokens` of a pass that are fastest, `tokens_per_pass`, `draft_ms`, "
-         "`verify_ms`, `gain`, `pays_from` (least acceptance, null if none), `total_bytes` of both models and `fits`; "
-         "of lookup `texts`: per kind `text`, `tokens_per_pass` as measured, `decode_tok_per_s`, `gain`; else null")
+         "`verify_ms`, `gain`, `pays_from` (least acceptance, null if none), `total_bytes` of both models and `fits`, "
+         "with --html `by_acceptance`; of lookup `texts`: per kind `text`, `tokens_per_pass` as measured, "
+         "`decode_tok_per_s`, `gain`; else null")
 ASSUMED_ACCEPTANCE = 0.7
 """Acceptance of a small model of the same family, in the middle of those measured
 (docs/measurements/speculation.md)."""
@@ -28,7 +29,8 @@ LOOKUP_ROWS = 7
 
 
 def draft_object(profile: DeviceProfile, traffic: Traffic, draft: ModelDescription, own: Traffic, ctx: int,
-                 acceptance: float | None, most: int, memory: tuple[float, bool]) -> dict[str, Any]:
+                 acceptance: float | None, most: int, memory: tuple[float, bool], plots: bool = False
+                 ) -> dict[str, Any]:
     """Return the gain of a draft model.
 
     Parameters
@@ -46,9 +48,13 @@ def draft_object(profile: DeviceProfile, traffic: Traffic, draft: ModelDescripti
         Draft tokens of a pass.
     memory : tuple
         Bytes of both models, and whether they fit.
+    plots : bool
+        True if the speed by acceptance is wanted too.
     """
     share = ASSUMED_ACCEPTANCE if acceptance is None else acceptance
     found = devices.drafted(profile, traffic, own, ctx, share, most)
+    shares = [step / 10 for step in range(11)] if plots else []
+    others = [(share, devices.drafted(profile, traffic, own, ctx, share, most)) for share in shares]
     return {
         "plain_tok_per_s": 1000 / found.token_ms, "draft": draft.name, "acceptance": share,
         "acceptance_assumed": acceptance is None, "draft_tokens": found.draft_tokens,
@@ -56,6 +62,8 @@ def draft_object(profile: DeviceProfile, traffic: Traffic, draft: ModelDescripti
         "cost": found.cost, "gain": found.gain, "decode_tok_per_s": 1000 * found.gain / found.token_ms,
         "pays_from": devices.least_acceptance(profile, traffic, own, ctx, most),
         "total_bytes": round(memory[0]), "fits": memory[1], "texts": None,
+        "by_acceptance": [{"acceptance": share, "decode_tok_per_s": 1000 * one.gain / one.token_ms}
+                          for share, one in others] or None,
     }
 
 

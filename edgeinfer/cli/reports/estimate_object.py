@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from edgeinfer import devices
 
-from ...base.dataclass import dataclass
-from ...config import DEFAULT_DRAFT_TOKENS
 from ...registry import Reported, in_use, prompt_share, reports
 from ..output import REFUSED, whose_object
 from .drafting import draft_object, lookup_object
@@ -18,6 +15,7 @@ from .energy import energy_object
 from .explain import explained
 from .neurons import neurons_object
 from .on_gpu import remark
+from .questions import Questions
 from .run_on import Run, memory_of_users, run_on
 from .storage import break_even_object, neuron_bytes, skipping_object, storage_object
 from .users import Memory, users_asked
@@ -27,57 +25,10 @@ if TYPE_CHECKING:
 
     from ...config import RuntimeConfig
     from ...models.description import ModelDescription
-    from ..lengths import Lengths
     from .on_gpu import Cards
 
 Drafting = tuple[float, float | None]
 """Tokens that a pass yields, and the cost of drafting as a share of a token; None assumes it."""
-DEFAULT_ANSWER = 128
-"""Tokens of an answer, for users."""
-
-
-@dataclass(frozen=True)
-class Questions:
-    """Further questions about a device."""
-
-    users: int | None = None
-    """Number of concurrent users."""
-    answer: int | None = None
-    """Tokens of an answer whose time is asked for."""
-    bounds: tuple[tuple[str, float], ...] = ()
-    """Limits of the goodput."""
-    explain: bool = False
-    """True if the formulas are wanted."""
-    storage: str | None = None
-    """Kind of the storage, where one was named."""
-    sparsity: float | None = None
-    """Share of zeros in the feed-forward networks."""
-    row_bytes: int | None = None
-    """Bytes of a neuron; by default those of the model's."""
-    draft: ModelDescription | None = None
-    """A second model that drafts."""
-    acceptance: float | None = None
-    """Share of its tokens that are accepted."""
-    draft_tokens: int = DEFAULT_DRAFT_TOKENS
-    """Most of them in a pass."""
-    energy: bool = False
-    """True if energy is asked about by itself."""
-    lookup: bool = False
-    """True if prompt lookup is asked about."""
-    reply: int = DEFAULT_ANSWER
-    """Tokens of an answer of each user."""
-    notes: tuple[str, ...] = ()
-    """Remarks on the lengths."""
-
-    @property
-    def tokens(self) -> int | None:
-        """Tokens of an answer, where a question is about one."""
-        return self.answer or (DEFAULT_ANSWER if self.users else None)
-
-    def within(self, lengths: Lengths) -> Questions:
-        """Return the questions about an answer as long as the context allows."""
-        return replace(self, answer=self.answer and lengths.answer, reply=lengths.answer or DEFAULT_ANSWER,
-                       notes=lengths.notes)
 
 
 def estimate_object(
@@ -122,7 +73,8 @@ def _asked(run: Run, questions: Questions, memory: Memory, prompt: int, computed
     depth = prompt + tokens // 2
     return {"answer": _answer(estimate, prompt, tokens) if questions.answer else None,
             "users": users_asked(questions.users, MixedSteps(run.profile, run.traffic, depth, computed),
-                                 lambda users: estimate(depth, users), prompt, tokens, memory, questions.bounds)}
+                                 lambda users: estimate(depth, users), prompt, tokens, memory, questions.bounds,
+                                 questions.plots)}
 
 
 def _skipping(run: Run, ctx: int, questions: Questions) -> dict[str, Any] | None:
@@ -144,7 +96,7 @@ def _speculation(run: Run, ctx: int, questions: Questions) -> dict[str, Any] | N
             total = run.unstreamed_bytes + draft.weight_bytes + own.sequence_bytes_at(ctx)
             memory = total, total <= run.budget_bytes
         return draft_object(run.profile, run.traffic, draft, own, ctx, questions.acceptance, questions.draft_tokens,
-                            memory)
+                            memory, questions.plots)
     return lookup_object(run.profile, run.traffic, ctx) if questions.lookup else None
 
 

@@ -14,7 +14,7 @@ from ...base.units import format_size
 from ...errors import DestinationError, UsageError
 from ...quality.known import loss_words
 from ..output import speed
-from .svg import Bar, bars, curve, short
+from .svg import Bar, Point, bars, curve, scatter, short
 
 STYLE = """
 :root { color-scheme: light dark; --back: #fff; --soft: #f3f3f0; --line: #d9d9d4; --text: #1e1f21; --quiet: #66676c;
@@ -113,12 +113,60 @@ def _plots(out: dict[str, Any], compared: dict[str, Any] | None) -> Iterator[str
         (out["budget_bytes"], format_size(out["budget_bytes"])))
     terms = {name: ms for name, ms in out["terms_ms"].items() if not name.startswith("prefill")}
     yield bars("Time of a token", [Bar(name.replace("_", " "), ms, f"{short(ms)} ms") for name, ms in terms.items()])
+    if users := out["users"]:
+        yield from _of_users(users["by_users"])
+    if found := out["speculation"]:
+        yield _of_drafts(found)
     if compared:
+        yield memory_and_speed(compared)
         yield bars("Tokens per second by type of weights", [
             Bar(row["weights"], row["decode_tok_per_s"], f"{speed(row['decode_tok_per_s'])}"
                 f"{', KLD ' + loss_words(row['weights']) if loss_words(row['weights']) else ''}"
                 f"{'' if row['fits'] else ', does not fit'}", row["low"], row["high"], not row["fits"])
             for row in compared["types"]])
+
+
+def _of_users(rows: list[dict[str, Any]]) -> Iterator[str]:
+    users = [row["users"] for row in rows]
+    for title, key, label in (("Tokens per second of all users", "output_throughput", "tokens/s"),
+                              ("Tokens per second of each user", "tok_per_s_each", "tokens/s"),
+                              ("First token of a user", "ttft_ms", "ms")):
+        values = [row[key] for row in rows]
+        yield curve(title, users, values, values, values, "users", label)
+
+
+def _of_drafts(found: dict[str, Any]) -> str:
+    """Return the gain of a draft model by its acceptance, or of prompt lookup by kind of text."""
+    plain = found["plain_tok_per_s"]
+    if found["texts"]:
+        return bars("Tokens per second with prompt lookup", [
+            *(Bar(one["text"], one["decode_tok_per_s"], speed(one["decode_tok_per_s"])) for one in found["texts"]),
+            Bar("without", plain, speed(plain), quiet=True)])
+    shares, speeds = ([row[key] for row in found["by_acceptance"]] for key in ("acceptance", "decode_tok_per_s"))
+    return curve(f"Tokens per second with {found['draft']}", shares, speeds, speeds, speeds, "acceptance", "tokens/s",
+                 log=False, level=(plain, f"{speed(plain)} without"))
+
+
+def memory_and_speed(compared: dict[str, Any]) -> str:
+    """Return the plot of a comparison: speed by memory, a point for each type of weights."""
+    points = [Point(row["weights"], row["total_bytes"] / 1e9, row["decode_tok_per_s"], not row["fits"])
+              for row in compared["types"]]
+    return scatter("Memory and speed by type of weights", points, "GB of memory", "tokens/s",
+                   (compared["budget_bytes"] / 1e9, format_size(compared["budget_bytes"])))
+
+
+def comparison_body(out: dict[str, Any]) -> str:
+    """Return the report of `plan --compare` as HTML, the answer first."""
+    from .comparison import remarks_of, table_of, verdict_of
+
+    heading, *rows = table_of(out)
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in heading)
+    table = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    notes = "".join(f"<p>{escape(line)}</p>" for line in remarks_of(out))
+    answer = "answer" if any(row["fits"] for row in out["types"]) else "answer no"
+    return (f'<h1>{escape(out["model"])} on {escape(out["device_title"])}</h1><p class="{answer}">'
+            f"{escape(verdict_of(out))}</p>{memory_and_speed(out)}<table><tr>{head}</tr>{table}</table>"
+            f"<footer>{notes}</footer>")
 
 
 def check_page(path: str) -> None:
@@ -127,8 +175,8 @@ def check_page(path: str) -> None:
         raise UsageError(f"--html {path!r} has no known ending; use .html.")
 
 
-def save_page(out: dict[str, Any], compared: dict[str, Any] | None, path: Path) -> None:
-    """Write the report of an estimate, whole or not at all; raises `DestinationError` if it cannot be written."""
-    data, _ = document(f"{out['model']} on {out['device_title']}", estimate_body(out, compared))
+def save_page(out: dict[str, Any], body: str, path: Path) -> None:
+    """Write a report on a device, whole or not at all; raises `DestinationError` if it cannot be written."""
+    data, _ = document(f"{out['model']} on {out['device_title']}", body)
     with os_errors(DestinationError, f"The page {path} cannot be written"), replacement(path) as file:
         file.write(data)

@@ -44,8 +44,9 @@ def plan_page(query: Mapping[str, str]) -> tuple[bytes, str, int]:
 def _report(query: Mapping[str, str]) -> str:
     from ...models.describe import describe
     from .comparison import compared
-    from .estimate_object import Questions, estimate_object
+    from .estimate_object import estimate_object
     from .on_gpu import Cards
+    from .questions import Questions
 
     for name in query:
         if name not in FIELDS:

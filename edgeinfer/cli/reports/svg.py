@@ -28,21 +28,35 @@ class Bar(NamedTuple):
     """True if it is drawn pale."""
 
 
+class Point(NamedTuple):
+    """One point."""
+
+    name: str
+    x: float
+    y: float
+    quiet: bool = False
+    """True if it is drawn pale."""
+
+
 def curve(title: str, x: Sequence[float], y: Sequence[float], low: Sequence[float], high: Sequence[float],
-          x_label: str, y_label: str) -> str:
-    """Return a curve with its band over a logarithmic axis.
+          x_label: str, y_label: str, log: bool = True, level: tuple[float, str] | None = None) -> str:
+    """Return a curve with its band.
 
     Parameters
     ----------
     title : str
     x : sequence of float
-        Ascending; 0 is drawn where 1/2 of the next value would be.
+        Ascending; on a logarithmic axis 0 is drawn where 1/2 of the next value would be.
     y, low, high : sequence of float
     x_label, y_label : str
+    log : bool
+        True if the axis is logarithmic.
+    level : tuple, optional
+        A value that is drawn as a dashed line, and its words.
     """
-    places = [math.log2(max(value, x[1] / 2 if len(x) > 1 else 1)) for value in x]
-    first, last = places[0], max(places[-1], places[0] + 1)
-    top = _ceiling(max(high))
+    places = [math.log2(max(value, x[1] / 2 if len(x) > 1 else 1)) for value in x] if log else list(x)
+    first, last = places[0], max(places[-1], places[0] + (1 if log else 1e-9))
+    top = _ceiling(max(*high, level[0] if level else 0))
 
     def at(place: float, value: float) -> str:
         right = LEFT + (WIDTH - LEFT - RIGHT) * (place - first) / (last - first)
@@ -53,11 +67,48 @@ def curve(title: str, x: Sequence[float], y: Sequence[float], low: Sequence[floa
     lines = " ".join(map(at, places, y))
     parts = [*_axis(top, y_label),
              f'<polygon class="band" points="{band}"/>', f'<polyline class="curve" points="{lines}"/>']
+    if level:
+        down = at(first, level[0]).split(",")[1]
+        parts.append(f'<line class="limit" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{down}" y2="{down}"/>')
+        parts.append(f'<text class="tick" x="{LEFT + 4}" y="{float(down) - 4:.1f}">{escape(level[1])}</text>')
     for i, (place, value) in enumerate(zip(places, x, strict=True)):
         if i == len(x) - 1 or not (len(x) - 1 - i) % (len(x) // 7 + 1):
             right = at(place, 0).split(",")[0]
             parts.append(f'<text class="tick" x="{right}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">'
                          f'{value:g}</text>')
+    parts.append(f'<text class="tick" x="{WIDTH - RIGHT}" y="{HEIGHT - 6}" text-anchor="end">{escape(x_label)}</text>')
+    return _drawn(title, HEIGHT, parts)
+
+
+def scatter(title: str, points: Sequence[Point], x_label: str, y_label: str, limit: tuple[float, str]) -> str:
+    """Return points with their names, and a line at a limit of the horizontal axis, if that is not far beyond them.
+
+    Names do not cover each other: some points have theirs as a tooltip alone.
+    """
+    most = max(point.x for point in points)
+    near = limit[0] <= 2 * most
+    top, end = _ceiling(max(point.y for point in points)), _ceiling(max(most, limit[0] if near else 0))
+    parts, names = [*_axis(top, y_label)], list[tuple[float, float, float]]()
+
+    def right(value: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * value / end
+
+    for point in sorted(points, key=lambda point: point.x):
+        across, down = right(point.x), HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * point.y / top
+        parts.append(f'<circle class="{"bar pale" if point.quiet else "bar"}" cx="{across:.1f}" cy="{down:.1f}" r="4">'
+                     f'<title>{escape(point.name)}</title></circle>')
+        width = LETTER * len(point.name)
+        if all(abs(down - other) > 11 or across + 6 > before or across + 6 + width < start
+               for start, before, other in names) and across + 6 + width < WIDTH:
+            names.append((across + 6, across + 6 + width, down))
+            parts.append(f'<text class="tick" x="{across + 6:.1f}" y="{down + 4:.1f}">{escape(point.name)}</text>')
+    for i in range(5):
+        parts.append(f'<text class="tick" x="{right(end * i / 4):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">'
+                     f'{short(end * i / 4)}</text>')
+    if near:
+        edge = f"{right(limit[0]):.1f}"
+        parts.append(f'<line class="limit" x1="{edge}" x2="{edge}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>')
+        parts.append(f'<text class="tick" x="{edge}" y="{TOP - 4}" text-anchor="middle">{escape(limit[1])}</text>')
     parts.append(f'<text class="tick" x="{WIDTH - RIGHT}" y="{HEIGHT - 6}" text-anchor="end">{escape(x_label)}</text>')
     return _drawn(title, HEIGHT, parts)
 

@@ -24,7 +24,8 @@ FIELD = ("with --users, as `bench --concurrency` would measure them: `users`, `p
          "`step_ms` of a step without prompts; `knee`, the users from which on arithmetic takes longer than reading; "
          "`memory_bytes` of all contexts and the weights, `budget_bytes`, and `most_users` that it holds; with "
          "--goodput `goodput`: `bounds`, `met` by the medians, `requests_per_s` of these users within them, `one` (the "
-         "figures of a single user), and `users`, the most whose medians meet them, null if none does; else null")
+         "figures of a single user), and `users`, the most whose medians meet them, null if none does; "
+         "with --html `by_users`, the same figures of other numbers of users; else null")
 MAX_USERS = 64
 
 
@@ -49,7 +50,7 @@ def check_users(users: int | None) -> None:
 
 
 def users_asked(users: int | None, steps: MixedSteps, estimate: Callable[[int], Estimate], prompt: int, answer: int,
-                memory: Memory, bounds: tuple[tuple[str, float], ...]) -> dict[str, Any] | None:
+                memory: Memory, bounds: tuple[tuple[str, float], ...], plots: bool = False) -> dict[str, Any] | None:
     """Return the JSON object of this many users, as `users_object`; `estimate` is of sequences that decode together."""
     @cache
     def decoding_ms(users: int) -> float:
@@ -58,11 +59,12 @@ def users_asked(users: int | None, steps: MixedSteps, estimate: Callable[[int], 
     def step_ms(decoding: int, tokens: int, before: int) -> float:
         return steps.milliseconds(decoding, tokens, before) if tokens else decoding_ms(decoding)
 
-    return users_object(steps, step_ms, users, prompt, answer, memory, bounds)
+    return users_object(steps, step_ms, users, prompt, answer, memory, bounds, plots)
 
 
 def users_object(steps: MixedSteps, step_ms: StepMs, users: int | None, prompt: int, answer: int,
-                 memory: Memory | None = None, bounds: tuple[tuple[str, float], ...] = ()) -> dict[str, Any] | None:
+                 memory: Memory | None = None, bounds: tuple[tuple[str, float], ...] = (), plots: bool = False
+                 ) -> dict[str, Any] | None:
     """Return the JSON object of this many users; None without users, or where the time of prompts is not known.
 
     Parameters
@@ -73,6 +75,7 @@ def users_object(steps: MixedSteps, step_ms: StepMs, users: int | None, prompt: 
     prompt, answer : tokens of a request
     memory : of the run; by default it is left out
     bounds : of `parse_goodput`
+    plots : whether the figures of fewer and more users are wanted too
     """
     if users is None or not steps.has_prompts:
         return None
@@ -85,7 +88,14 @@ def users_object(steps: MixedSteps, step_ms: StepMs, users: int | None, prompt: 
     good = _goodput(lambda n: served if n == users else others(n), users, prompt, answer, memory, bounds) \
         if bounds else None
     return {**found, "knee": knee, "memory_bytes": round(memory.of(users)), "budget_bytes": memory.budget_bytes,
-            "most_users": memory.most_users, "goodput": good}
+            "most_users": memory.most_users, "goodput": good,
+            "by_users": [_row(others(n), n, prompt, answer) for n in _around(users)] if plots else None}
+
+
+def _around(users: int) -> list[int]:
+    """Return numbers of users of a plot, up to twice these at least."""
+    powers = [2**n for n in range(7)]
+    return sorted({users, *(n for n in powers if n <= max(8, 2 * users))})
 
 
 def _row(served: list[list[Served]], users: int, prompt: int, answer: int) -> dict[str, Any]:
