@@ -45,14 +45,14 @@ MINUTES = {"smoke": 1.0, "numerics": 4.0, "speed": 5.0, "soak": 5.0}
 """After which a stage begins no new case."""
 
 
-def run_stage(check: Check, stage: str, names: list[str], sizes: Sizes) -> None:
+def run_stage(check: Check, stage: str, names: list[str], sizes: Sizes, genai: str | None) -> None:
     """Run one stage."""
     if stage == "smoke":
         smoke(check, names)
     else:
         if check.profile is None:
             check.case("environment", lambda: environment(check))
-        {"numerics": lambda: numerics(check, names), "speed": lambda: speed(check, names, sizes),
+        {"numerics": lambda: numerics(check, names), "speed": lambda: speed(check, names, sizes, genai),
          "soak": lambda: soak(check, names, sizes.soak_seconds)}[stage]()
 
 
@@ -79,6 +79,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--profile", help="known device whose estimates are compared; by default the GPU's name")
     parser.add_argument("--quick", action="store_true", help="small sizes, to try the script")
     parser.add_argument("--prepare", action="store_true", help="write models and golden answers, and run nothing")
+    parser.add_argument("--genai", metavar="PYTHON", help="interpreter of an environment with onnxruntime-genai, which "
+                        "the stage speed measures with the same models")
     parser.add_argument("--out", type=Path, help="append each row as a line of JSON")
     given = parser.parse_args(arguments)
     if given.prepare:
@@ -98,7 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
     check = Check(provider, 0, given.out, profile)
     for stage in given.stage:
         check.begin(60 * (MINUTES[stage] if given.minutes is None else given.minutes))
-        run_stage(check, stage, given.models or MODELS[stage], sizes)
+        run_stage(check, stage, given.models or MODELS[stage], sizes, given.genai)
     missed = sum(row.verdict == "missed" for row in check.rows)
     print(f"\n{len(check.rows)} rows, {missed} missed.")
     return 1 if missed else 0

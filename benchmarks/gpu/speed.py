@@ -14,6 +14,7 @@ from edgeinfer.models.describe import describe
 from edgeinfer.runner import DECODE, Segment, Sequence
 
 from .models import bundle_of, filled, median_step, opened, prompt_of
+from .peers import genai
 from .rows import Check
 from .sizes import Sizes
 
@@ -25,13 +26,17 @@ DRAFT_TOKENS = 4
 """Tokens of each sequence in forward passes that verify draft tokens."""
 
 
-def speed(check: Check, names: list[str], sizes: Sizes) -> None:
-    """Measure every model, the small ones first: one runner of a single sequence, and one of many for each layout."""
+def speed(check: Check, names: list[str], sizes: Sizes, python: str | None = None) -> None:
+    """Measure every model, the small ones first: one runner of a single sequence, one of many for each layout, and
+    onnxruntime-genai where an interpreter that has it is given."""
     for name in names:
         check.case(f"{name}: one sequence", lambda name=name: single(check, name, sizes))  # type: ignore[misc]
         for layout in (PAGES, SLOTS) if check.provider.page_positions else (SLOTS,):
             check.case(f"{name}: sequences in {layout}",
                        lambda name=name, layout=layout: many(check, name, layout, sizes))  # type: ignore[misc]
+        if python:
+            check.case(f"{name}: onnxruntime-genai",
+                       lambda name=name: genai(check, name, python, sizes))  # type: ignore[misc]
 
 
 def single(check: Check, name: str, sizes: Sizes) -> None:

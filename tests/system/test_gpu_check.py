@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from tests.helpers.sessions import write_model
 pytest.importorskip("onnx", reason="onnx is not installed (extra 'onnx')")
 onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed (extra 'onnx')")
 gpu_check = pytest.importorskip("benchmarks.gpu_check")
+genai = pytest.importorskip("benchmarks.gpu.peers").genai
+QUICK = pytest.importorskip("benchmarks.gpu.sizes").QUICK
 DEMO = ["--device", "onnx-cpu", "--models", "demo", "--quick", "--minutes", "60"]
 
 
@@ -90,6 +93,25 @@ def test_a_case_that_fails_stops_no_other() -> None:
     check.case("whole", lambda: check.add("whole", "ran"))
     assert [(row.found, row.verdict) for row in check.rows] == [
         ("The run needs more.", "not run"), ("RuntimeError: CUDA failure 2: out of memory", "missed"), ("ran", "")]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="the stand-in is a shell script")
+@pytest.mark.parametrize(("script", "found", "verdict"), [
+    ("""echo '{"sequences": 2, "prompt_s": 0.5, "step_s": 0.01, "version": "0.18.0"}'""",
+     "200 tokens/s, 10.00 ms; prompts 64 tokens/s", ""),
+    ("echo 'Traceback' >&2; echo 'ModuleNotFoundError: No module' >&2; exit 1", "ModuleNotFoundError: No module",
+     "not run"),
+])
+def test_genai_beside_it(script: str, found: str, verdict: str, tmp_path: Path) -> None:
+    """It gets a folder that it can open, in a process of its own interpreter."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n[ -f \"$2/genai_config.json\" ] && [ \"$3\" = cpu ] || exit 2\n{script}\n")
+    python.chmod(0o755)
+    check = gpu_check.Check(PROVIDERS["onnx-cpu"], 60)
+    genai(check, "demo", str(python), QUICK)
+    assert [(row.found, row.verdict) for row in check.rows] == [(found, verdict)]
+    genai(check, "demo", str(tmp_path / "none"), QUICK)
+    assert "No such file" in check.rows[-1].found and check.rows[-1].verdict == "not run"
 
 
 # -- one thing broken --------------------------------------------------------------------------------------------------
