@@ -80,6 +80,38 @@ def test_sequences_of_unlike_lengths_are_the_oracles(config: ModelConfig, tmp_pa
                 assert difference(row, last(opened, text)) < F32
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_happens_to_sequences(seed: int, bundle: Path) -> None:
+    """Prompts, chunks, single tokens, forks, releases and rollbacks in random order, up to full slots."""
+    random, held = np.random.default_rng(seed), list[tuple[Sequence, list[int]]]()
+    with runner(bundle, ctx=24, max_sequences=4, outputs=4) as opened:
+        for _ in range(60):
+            what = random.choice(["new", "fork", "release", "rollback", *["pass"] * 4])
+            if what == "new" and len(held) < 4:
+                held.append((opened.new_sequence(), []))
+            elif what == "pass" and held:
+                shuffled = [held[i] for i in random.permutation(len(held))]
+                taken = [(one, text, random.integers(90, size=random.choice([1, 1, 2, 4])).tolist())
+                         for one, text in shuffled]
+                taken = [(one, text, ids) for one, text, ids in taken if len(text) + len(ids) <= 24]
+                if not taken:
+                    continue
+                rows = opened.forward([Segment(one, ids, (len(ids) - 1,)) for one, _, ids in taken])
+                for (_, text, ids), row in zip(taken, rows, strict=True):
+                    text += ids
+                    assert difference(row, last(opened, text)) < F32
+            elif held and what != "new":
+                one, text = held[random.integers(len(held))]
+                if what == "fork" and len(held) < 4:
+                    held.append((opened.fork(one), list(text)))
+                elif what == "release":
+                    opened.release(one)
+                    held.remove((one, text))
+                elif what == "rollback":
+                    del text[random.integers(len(text) + 1) :]
+                    opened.rollback(one, len(text))
+
+
 def test_idle_slots_keep_their_state(bundle: Path) -> None:
     """Also one with a state that is not finite; its slot is as good as new for the next sequence."""
     with runner(bundle) as opened:

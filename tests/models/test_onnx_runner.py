@@ -168,6 +168,18 @@ def test_recorded_steps_begin_at_slot_0_where_they_can(tmp_path: Path, monkeypat
         assert (1, 2) in opened._calls._steps
 
 
+def test_a_first_prompt_is_not_written_over_by_the_single_tokens_of_its_pass(tmp_path: Path) -> None:
+    """Its slot is between those of the others, idle, and its sequence has no tokens yet."""
+    with runner(write_model(tmp_path), max_sequences=3, outputs=3) as opened:
+        before, between, after = (opened.new_sequence() for _ in range(3))
+        for sequence in (before, between, after):
+            opened.prefill(sequence, tokens(5))
+        opened.release(between)
+        opened.forward([Segment(between, [7, 8]), Segment(before, [3]), Segment(after, [4])])
+        assert between.blocks == [1]
+        assert difference(opened.decode([between], [1])[0], last(opened, [7, 8, 1])) < F32
+
+
 def test_trees_are_refused_and_chains_kept(tmp_path: Path) -> None:
     with runner(write_model(tmp_path), outputs=4) as opened:
         ids, sequence = tokens(9), opened.new_sequence()

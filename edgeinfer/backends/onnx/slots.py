@@ -167,7 +167,7 @@ class SlotCalls(Calls):
 
     def _length(self, slot: int) -> int:
         owner = self._pool.owner(slot)
-        return len(owner.tokens) + self._written.get(slot, 0) if owner else 0
+        return 0 if owner is None else len(owner.tokens) + self._written.get(slot, 0)
 
     def _padded(self, first: int, count: int) -> int:
         """Return the number of slots of a recorded step, idle ones after the last included where these have room."""
