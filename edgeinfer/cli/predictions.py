@@ -140,7 +140,8 @@ def plan(model: str, machine: str | None = None, *, ctx: int | None = None, weig
     from .commands.plan import executor_for, planned_here
     from .reports.plan_device import planned_on
 
-    checked("model", model, RULES["model"])
+    for name, value in (("model", model), ("kv", kv)):
+        checked(name, value, RULES[name])
     (ctx,) = check_lengths(KEYWORDS[:1], ctx)
     device = _device(machine, unit, runtime, storage)
     if device and storage and device.own_memory:
@@ -185,9 +186,10 @@ def estimate(model: str, machine: str = LOCAL, *, ctx: int | None = None, prompt
     from .reports.on_gpu import Cards
     from .reports.questions import Questions
 
-    checked("model", model, RULES["model"])
+    for name, value in (("model", model), ("kv", kv)):
+        checked(name, value, RULES[name])
     ctx, prompt, answer = check_lengths(KEYWORDS, ctx, prompt, answer)
-    device = _device(machine or LOCAL, unit, runtime, storage)
+    device = _device(LOCAL if machine is None else machine, unit, runtime, storage)
     assert device
     config = _config("estimate", kv=kv, draft_tokens=DEFAULT_DRAFT_TOKENS)
     described = describe(model, _weights(weights), None, config.recipe, device)
@@ -229,7 +231,7 @@ def recommend(machine: str = LOCAL, *, ctx: int = DEFAULT_CTX, min_speed: float 
     checked("use", use, choice(USES))
     checked("min_speed", min_speed, SPEED)
     (length,) = check_lengths(KEYWORDS[:1], ctx)
-    device = _device(machine or LOCAL, unit, runtime)
+    device = _device(LOCAL if machine is None else machine, unit, runtime)
     assert device
     fields = Recommended.__dataclass_fields__
     return tuple(Recommended(**{name: row[name] for name in fields})

@@ -135,6 +135,8 @@ def test_the_page_of_plans() -> None:
     one = edgeinfer("estimate", "llama-3.2-3b", "--machine", "rpi5 8gb", "--ctx", 2048, "--json").json
     assert f"{one['decode_tok_per_s']:.1f} tokens/s" in page
     assert plan_page({})[2] == 200
+    served = plan_page({"machine": "rtx4090", "users": "4"})[0].decode()
+    assert len(figures(served)) == 8 and "4 users" in served and 'name="users" type="number" min="1" max="64"' in served
     other, _, status = plan_page({"machine": "rpi-zero2", "memory": "8"})
     assert status == 200 and "selected>8 GB" not in other.decode()
 
@@ -146,6 +148,7 @@ def test_the_page_of_plans() -> None:
     ({"prompt": "9999", "ctx": "512"}, "A prompt of 9999 does not fit a context of 512 tokens"),
     ({"memory": "7.5"}, "There is no memory"),
     ({"machina": "m4"}, "There is no field &#x27;machina&#x27;; did you mean machine?"),
+    ({"users": "65"}, "The users is 65; it must be from 1 to 64."),
     ({"zzz": "1"}, "There is no field &#x27;zzz&#x27;; there are model, machine, memory"),
     ({"weights": "q99"}, "There is no weights"), ({"storage": "tape"}, "There is no storage"),
 ])

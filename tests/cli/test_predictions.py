@@ -54,6 +54,8 @@ def test_recommendations() -> None:
     (lambda: plan("llama-3.1-8b", "rtx4090", storage="nvme"), "storage nvme has no effect on a card"),
     (lambda: recommend("m4", min_speed=float("inf")), "min_speed is inf; it must be a finite number above 0."),
     (lambda: recommend("m4", ctx=0), "ctx is 0; it must be from 1 to 16777216 tokens."),
+    (lambda: estimate("llama-3.1-8b", "m4", kv=None), "kv is None; choose one of int8, f16, f32."),  # type: ignore[arg-type]
+    (lambda: estimate("llama-3.1-8b", ""), "machine is ''; it must be text that is not empty."),
     (lambda: recommend("m4", use="music"), "use is 'music'; choose one of chat, code, rag."),
     (lambda: recommend("m4", min_speed=0), "min_speed is 0; it must be a finite number above 0."),
 ])

@@ -10,15 +10,16 @@ from typing import Any
 from edgeinfer import devices
 
 from ... import registry
-from ...base.validation import checked, similar
+from ...base.validation import Rule, checked, integer, similar
 from ...config import DEFAULT_DRAFT_TOKENS, KV_TYPES, WEIGHT_TYPES, Recipe, RuntimeConfig
 from ...errors import EdgeInferError, UsageError
 from ...models import sizes
 from ..lengths import MAX_TOKENS, TOKENS, Words, lengths_of
 from .page import document, estimate_body
+from .users import MAX_USERS
 
-MODEL, MACHINE, CTX, PROMPT, ANSWER = "qwen3-8b", "rpi5", 4096, 512, 200
-FIELDS = ("model", "machine", "memory", "weights", "kv", "storage", "ctx", "prompt", "answer")
+MODEL, MACHINE, CTX, PROMPT, ANSWER, USERS = "qwen3-8b", "rpi5", 4096, 512, 200, 1
+FIELDS = ("model", "machine", "memory", "weights", "kv", "storage", "ctx", "prompt", "answer", "users")
 WORDS = Words("a context of", "A prompt of", "the answer")
 """The lengths as the page names them."""
 SCRIPT = ('"use strict";const form=document.forms[0];form.addEventListener("change",()=>{if(form.reportValidity())'
@@ -58,6 +59,7 @@ def _report(query: Mapping[str, str]) -> str:
     weights, kv = _one_of(query, "weights", "q4", WEIGHT_TYPES), _one_of(query, "kv", "int8", KV_TYPES)
     storage = _one_of(query, "storage", "", ("", *devices.storages())) or None
     ctx, prompt, answer = (_number(query, *one) for one in (("ctx", CTX), ("prompt", PROMPT), ("answer", ANSWER)))
+    users = _number(query, "users", USERS, integer(1, MAX_USERS, f"from 1 to {MAX_USERS}"))
     gib = _one_of(query, "memory", "", ("", *(str(gib) for each in devices.profiles().values()
                                               for gib in each.memory_gib)))
     if gib in map(str, device.memory_gib):  # else of the device that was chosen before
@@ -71,7 +73,7 @@ def _report(query: Mapping[str, str]) -> str:
     settled = replace(config, recipe=described.recipe,
                       techniques=registry.settled(config.techniques, described.layers))
     out = estimate_object(described, profile, ctx, prompt, kv, (1.0, None), settled, 1, cards,
-                          Questions(answer=answer, storage=storage).within(lengths))
+                          Questions(users if users > 1 else None, answer, storage=storage, plots=True).within(lengths))
     return estimate_body({**out, "decision": None}, compared(model, model, profile, ctx, kinds=sizes.TYPES))
 
 
@@ -82,10 +84,10 @@ def _one_of(query: Mapping[str, str], name: str, default: str, known: Iterable[s
     return value
 
 
-def _number(query: Mapping[str, str], name: str, default: int) -> int:
+def _number(query: Mapping[str, str], name: str, default: int, rule: Rule = TOKENS) -> int:
     text = query.get(name, str(default))
     length = int(text) if text.isascii() and text.isdecimal() and len(text) < 12 else text
-    return int(checked(f"The {name}", length, TOKENS))
+    return int(checked(f"The {name}", length, rule))
 
 
 def _form(query: Mapping[str, str]) -> str:
@@ -103,6 +105,7 @@ def _form(query: Mapping[str, str]) -> str:
                       [("", "usual"), *((name, one.title) for name, one in devices.storages().items())])
             + "".join(_field(name, label, query.get(name, str(default))) for name, label, default in (
                 ("ctx", "Context", CTX), ("prompt", "Prompt", PROMPT), ("answer", "Answer", ANSWER)))
+            + _field("users", "Users", query.get("users", str(USERS)), MAX_USERS)
             + "<button>Update</button></form>")
 
 
@@ -112,6 +115,6 @@ def _select(name: str, label: str, chosen: str, rows: list[tuple[str, str]]) -> 
     return f'<label>{label}<select name="{name}">{options}</select></label>'
 
 
-def _field(name: str, label: str, value: Any) -> str:
-    return (f'<label>{label}<input name="{name}" type="number" min="1" max="{MAX_TOKENS}" required '
+def _field(name: str, label: str, value: Any, most: int = MAX_TOKENS) -> str:
+    return (f'<label>{label}<input name="{name}" type="number" min="1" max="{most}" required '
             f'value="{escape(str(value)[:12])}"></label>')
