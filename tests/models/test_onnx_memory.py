@@ -18,7 +18,9 @@ from edgeinfer.backends.onnx.weights import Quantised, Stored
 from edgeinfer.bundle import Bundle
 from edgeinfer.config import Recipe
 from edgeinfer.graph import build_graph, expected_types
-from tests.helpers.sessions import write_model
+from tests.helpers.onnx_models import difference, expected
+from tests.helpers.sessions import tokens, write_model
+from tests.models.test_onnx_runner import runner
 
 
 def lowered(path: Path, dtype: str, nibbles: bool = True) -> tuple[CpuMemory, dict[str, Stored]]:
@@ -84,6 +86,19 @@ def test_a_matrix_of_8_bits_is_the_sum_of_two_of_4() -> None:
     np.testing.assert_allclose(total, scales[..., None] * (codes.astype(np.float64) - 128), rtol=1e-6)
     (empty,) = zeros.pieces(None)  # type: ignore[arg-type]
     assert empty.shape == (5, 2) and not empty.any()
+
+
+@pytest.mark.parametrize(("weights", "kv", "most"), [
+    ("int8", "f32", 1e-5), ("int8", "f16", 5e-3), ("q5k", "f32", 1e-5), ("q6", "f32", 1e-5), ("iq4", "f32", 1e-5)])
+def test_logits_of_matrices_of_8_bits(weights: str, kv: str, most: float, tmp_path: Path) -> None:
+    """Of a prompt and of a step, whose matmuls have kernels of their own; q5k has minima as well."""
+    pytest.importorskip("onnxruntime", reason="onnxruntime is not installed (extra 'onnx')")
+    path, ids = write_model(tmp_path, weights=weights), tokens(12)
+    want = expected(Bundle.open(path), ids)
+    with runner(path, kv=kv) as opened:
+        sequence = opened.new_sequence()
+        assert difference(opened.prefill(sequence, ids[:-1]), want[-2]) < most
+        assert difference(opened.decode([sequence], ids[-1:])[0], want[-1]) < most
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc says what a process holds")
