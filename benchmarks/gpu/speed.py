@@ -7,9 +7,10 @@ import time
 
 from edgeinfer.backends import OnnxRunner, gpu_free_bytes
 from edgeinfer.base.process import peak_rss_bytes
-from edgeinfer.config import PAGES, SLOTS
+from edgeinfer.config import PAGES, SLOTS, Recipe
 from edgeinfer.devices import estimate
 from edgeinfer.errors import BudgetError
+from edgeinfer.llm.executors import executor_on
 from edgeinfer.models.describe import describe
 from edgeinfer.runner import DECODE, Segment, Sequence
 
@@ -100,8 +101,11 @@ def estimated(check: Check, name: str, runner: OnnxRunner, depth: int, step: flo
     """Add a row for the estimate of one sequence beside its measurement."""
     if not check.profile:
         return
-    traffic = describe(runner.bundle.path).traffic(check.provider.kv[0])
-    predicted = estimate(check.profile, traffic, depth).decode_tok_per_s
+    model = describe(runner.bundle.path, recipe=Recipe(()))
+    found = executor_on(check.provider, model.graph, runner.config)._replace(profile=check.profile)
+    run = found.on_card(model, runner.config.ctx or 1)
+    assert run
+    predicted = estimate(check.profile, run.traffic, depth).decode_tok_per_s
     off = predicted * step - 1
     check.add(f"{name}: estimate of 1 sequence at depth {depth}", f"{predicted:.0f} tokens/s, {off:+.0%}",
               f"within {ESTIMATE_SHARE:.0%}" if check.cuda else "", abs(off) <= ESTIMATE_SHARE if check.cuda else None)

@@ -17,7 +17,6 @@ from edgeinfer.bundle import Bundle
 
 from ...base.progress import OnStageProgress
 from .copying import copy_proto
-from .export import export
 from .flavour import Flavour
 
 KIND, MODEL, COPY, DONE = "onnx", "model.onnx", "copy.onnx", "done"
@@ -73,6 +72,8 @@ def model_folder(bundle: Bundle, flavour: Flavour, copied: list[Copied],
 
 def _write(bundle: Bundle, flavour: Flavour, copied: list[Copied], folder: Path, progress: OnStageProgress | None
            ) -> None:
+    from .export import export  # plans need the names above, and nothing that lowers a model
+
     make_directories(folder)
     export(bundle, folder / MODEL, flavour, overwrite=True, progress=progress)
     (folder / COPY).write_bytes(copy_proto(copied).SerializeToString(deterministic=True))
