@@ -40,6 +40,9 @@ _COUNTED_IN_WORDS = re.compile(
     r"(?i)^\s*(?:(?:a )?(?:pair|couple) of|zwei|drei|vier|deux|trois|quatre|dos|tres|cuatro|due|tre|quattro|duas|dois|"
     r"дв[ае]|три|четыре)\s|^\s*[两兩双雙二三四][张張块塊路枚]?|\b(?:sli|crossfirex?)\b")
 """Likewise in words that are in no device's name; "Dual" is in those of ASUS's cards."""
+_CHANNELS = r"(?:dual|two|2)[ -]?channels?"
+_MEMORY = re.compile(rf"(?i)\s*(?:{_CHANNELS} )?ddr[345][ -]?(\d{{4}})(?: {_CHANNELS})?\s*")
+"""Memory of a computer, in two channels if it says how many."""
 _ONLY_A_COUNT = re.compile(r"\s*\d{1,2}\s*[x×*]\s*")
 _SHORTEST = 2
 """Letters and digits of a name: one alone is a slip, no Snapdragon X."""
@@ -84,6 +87,10 @@ def no_device(text: str) -> UsageError:
     if kind := kind_of(one_script(text)):
         return UsageError(f"There is no device {text!r}, which is a kind of them; write the model, such as "
                           f"{kind[0]!r}, {kind[1]!r} or {kind[2]!r}.")
+    if memory := _MEMORY.fullmatch(text):
+        gbs = 16 * int(memory[1]) / 1000
+        return UsageError(f"There is no device {text!r}, which is memory; two channels of it have {gbs:g} GB/s, so "
+                          f"describe the computer: '--bandwidth {gbs:g}', '--cores 8' and '--class desktop'.")
     typed = taken_apart(one_script(text))
     return _several(text) or UsageError(f"There is no device {text!r}; {nearest(typed, _near(typed))}")
 

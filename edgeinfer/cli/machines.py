@@ -70,7 +70,14 @@ def named_nodes(nodes: str, link: str) -> tuple[list[DeviceProfile], Link]:
     if len(names) < 2 or "" in names:
         raise UsageError(f"--nodes is {nodes!r:.80}; name two machines or more, as in rpi5,rpi5.")
     network = pipeline.parse_link(link)
-    return [devices.chosen(devices.load_profile(name), "cpu") for name in names], network
+    return [_processor(devices.load_profile(name)) for name in names], network
+
+
+def _processor(machine: DeviceProfile) -> DeviceProfile:
+    if machine.own_memory:
+        raise UsageError(f"--nodes splits a model between processors, and {machine.title} is a card; several cards "
+                         "cannot be planned, so name the processors of the machines.")
+    return devices.chosen(machine, "cpu")
 
 
 def devices_of(given: Any) -> list[DeviceProfile]:

@@ -80,6 +80,11 @@ def speed(value: float) -> str:
     return f"{value:#.2g}" if value < 1 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
+def seconds(ms: float) -> str:
+    """Return a time in seconds as people count it: ``0.13 s``, ``26.8 s``, ``295 s``."""
+    return f"{ms / 1000:.{2 if ms < 10_000 else 1 if ms < 100_000 else 0}f} s"
+
+
 def whose_object(found: Estimate) -> dict[str, Any]:
     """Return the fields of an estimate that name the program and unit it is for."""
     others = [{"name": name, "decode_tok_per_s": value} for name, value in found.others.items()]

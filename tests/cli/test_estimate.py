@@ -12,6 +12,7 @@ from typing import BinaryIO
 import pytest
 
 from edgeinfer.cli.commands.estimate import JSON_FIELDS
+from edgeinfer.cli.output import seconds
 from edgeinfer.cli.reports.plot import Chart, Line, check_plot, draw, save_plot
 from edgeinfer.errors import DestinationError, UsageError
 from tests.helpers.command_line import PYTHON, ROOT, edgeinfer, environment, needs_matplotlib, relative_cost
@@ -167,9 +168,20 @@ def test_without_a_probe_the_remedy_is_named(tmp_path, monkeypatch) -> None:
 
 
 def test_unknown_models_get_the_nearest_names() -> None:
-    outcome = edgeinfer("estimate", "lama-2-7b", "--machine", "rpi5")
+    outcome = edgeinfer("estimate", "llama-2-9b", "--machine", "rpi5")
     assert outcome.code == 1
     assert "llama-2-7b" in outcome.sentence
+
+
+def test_a_long_title_is_folded_and_states_the_bandwidth_once() -> None:
+    for machine in (["--machine", "strix halo 128gb"], ["--bandwidth", 96, "--cores", 8, "--class", "desktop"]):
+        lines = edgeinfer("estimate", "gpt-oss-120b", *machine).out.splitlines()
+        assert max(map(len, lines)) <= 80 and " ".join(lines[:2]).count("GB/s") == 1
+
+
+@pytest.mark.parametrize(("ms", "said"), [(127.4, "0.13 s"), (26_804, "26.8 s"), (295_020, "295 s")])
+def test_times_have_three_digits(ms: float, said: str) -> None:
+    assert seconds(ms) == said
 
 
 @pytest.mark.slow

@@ -76,7 +76,7 @@ def test_when_two_are_worse_than_one() -> None:
     (["--nodes", "rpi5,m4", "--users", "2"], "--users 2 has no effect with --nodes"),
     (["--nodes", "rpi5,m4", "--all-devices"], "--all-devices has no effect with --nodes"),
     (["--nodes", "rpi5,rpi55"], "There is no device 'rpi55'"),
-    (["--nodes", "rpi5,rtx 4090"], "Nothing is known of a CPU of GeForce RTX 4090"),
+    (["--nodes", "rpi5,rtx 4090"], "processors, and GeForce RTX 4090 is a card; several cards"),
 ])
 def test_what_cannot_be_is_refused(more: list[str], sentence: str) -> None:
     done = edgeinfer("estimate", "llama-3.1-8b", *more)

@@ -77,7 +77,7 @@ def test_absurd_memory_is_refused_and_little_is_shown(capsys: pytest.CaptureFixt
         assert "--memory is 900000000000000 bytes; a device has 64 MiB to 64 TiB." in edgeinfer(
             *command, *described, "900TB").sentence
     row = {"memory_bytes": 512 << 20, "title": "Board", "model": "smollm2-135m", "weights": "q4", "device": "board",
-           "decode_tok_per_s": 9.0, "low": 8.0, "high": 10.0}
+           "decode_tok_per_s": 9.0, "low": 8.0, "high": 10.0, "program": "edgeinfer", "unit": "cpu"}
     print_devices({"devices": [row], "model": "smollm2-135m", "ctx": 512, "min_speed": 5.0})
     shown = capsys.readouterr().out
     assert "The least memory is 0.5 GB: Board runs smollm2-135m" in shown and "board   0.5" in shown

@@ -96,7 +96,7 @@ def test_the_bytes_are_those_that_the_stages_take() -> None:
     (["--nodes", "rpi5"], "name two machines or more"),
     (["--nodes", "rpi5,,rpi5"], "name two machines or more"),
     (["--nodes", ""], "name two machines or more"),
-    (["--nodes", "rpi5,rtx4090"], "Nothing is known of a CPU of GeForce RTX 4090"),
+    (["--nodes", "rpi5,rtx4090"], "processors, and GeForce RTX 4090 is a card; several cards"),
     (["--nodes", ",".join(["rpi5"] * 33)], "33 stages are more than the model's 32 layers; use fewer"),
     (["--link", "1GbE"], "--link 1GbE requires --nodes NAME."),
     (["--nodes", "rpi5,rpi5", "--link", "0MB/s"], "the rate must be above 0"),

@@ -16,9 +16,9 @@ ROWS = re.findall(r"^\| ([^|]+\?) \| `edgeinfer ([^`]+)` \|$", PAGE.read_text(en
 ANSWERS = {
     "Does it fit?": r"^It fits: .* of .*tok/s",
     "How fast is it?": r"decode +\d+ tokens/s .*\(\d+(\.\d)? to \d+\)",
-    "Which quantisation?": r"^int8 is the most exact that fits Apple M4, 16 GB, .*tokens/s",
+    "Which quantisation?": r"^int8 is the most exact that fits Apple M4, 16 GB: .* of .*tokens/s",
     "Which model for what I have?": r"tokens/s in .* the largest for chat on Apple M4 Pro, 24 GB",
-    "Which board or card, the cheapest memory?": r"^The least memory is \d+ GB: .* at \d+\.\d tokens/s",
+    "Which board or card, the cheapest memory?": r"^The least memory is \d+ GB: .* tokens/s \(\S+ on the \w+\)",
     "How long do I wait for an answer?": r"answer +first word after \d+\.\d+ s, then \d+ ms a token; 500 tokens after",
     "Does my long document fit?": r"^It fits: .* of |^It does not fit",
     "How many users does it serve?": r"8 users +\d+\.\d tokens/s each, \d+\.\d together",

@@ -59,6 +59,14 @@ def test_a_known_name_is_found_without_reading_all_profiles(monkeypatch: pytest.
         assert found(typed) == name
 
 
+@pytest.mark.parametrize(("typed", "gbs"), [("DDR5-6000", "96"), ("dual channel DDR4-3600", "57.6"),
+                                            ("DDR3 1600 dual-channel", "25.6")])
+def test_memory_without_a_profile_is_described(typed: str, gbs: str) -> None:
+    with pytest.raises(UsageError, match=rf"is memory; two channels of it have {gbs} GB/s, .* '--bandwidth {gbs}'"):
+        load_profile(typed)
+    assert [load_profile(f"DDR4{dash}3200").name for dash in "- "] == ["desktop-ddr4-3200"] * 2
+
+
 @pytest.mark.parametrize("typed", OTHERS)
 def test_another_device_is_not_answered_with_a_known_one(typed: str) -> None:
     with pytest.raises(UsageError, match=r"^There is no device|is the name of 2 devices"):

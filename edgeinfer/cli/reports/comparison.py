@@ -114,16 +114,16 @@ def verdict_of(out: dict[str, Any]) -> str:
     """Return the answer in one sentence."""
     rows = out["types"]
     fitting = [row for row in rows if row["fits"] and row["weights"] != "f16"] or [row for row in rows if row["fits"]]
-    where = f"{out['device_title']}, {format_size(out['budget_bytes'])}"
-    if limit := out["process_budget_bytes"]:
-        where += f" and {format_size(limit)} for the process beside it"
+    where, there, limit = out["device_title"], format_size(out["budget_bytes"]), out["process_budget_bytes"]
     if not fitting:
-        return f"No type fits {where} with a context of {out['ctx']}; a smaller --ctx or model does."
+        beside = f" and {format_size(limit)} for the process beside it" if limit else ""
+        return (f"No type fits {where} ({there}{beside}) with a context of {out['ctx']}; a smaller --ctx or model "
+                "does.")
     top = fitting[0] if out["quantised"] else next((row for row in fitting if row["weights"] != STORED), fitting[0])
     what = f"The file as it is fits {where}, and nothing is more exact" if top["weights"] == STORED else \
         f"{top['weights']} holds the model's three values exactly, as larger types do, and fits {where}" \
         if out["exact"] else f"{top['weights']} is the most exact that fits {where}"
-    return (f"{what}: {format_size(top['total_bytes'])}, {speed(top['decode_tok_per_s'])} tokens/s "
+    return (f"{what}: {format_size(top['total_bytes'])} of {there}, {speed(top['decode_tok_per_s'])} tokens/s "
             f"({top['program']} on the {top['unit'].upper()}).")
 
 

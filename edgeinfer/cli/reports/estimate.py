@@ -9,7 +9,7 @@ from ...base.units import format_size
 from ...errors import printable
 from ...quant import TYPES, WeightType
 from ...registry import said
-from ..output import by, folded, print_table, speed, whose
+from ..output import by, folded, print_table, seconds, speed, whose
 from .drafting import drafting_rows
 from .energy import energy_rows
 from .explain import limits_rows, print_explanation
@@ -27,7 +27,9 @@ BAR = 40
 def print_estimate(out: dict[str, Any]) -> None:
     """Print one device's estimate for people."""
     stored = WeightType.of(out["weights"], out["group_size"]).words
-    print(f"{printable(out['model'])}, {stored}, on {out['device_title']} ({out['bandwidth_gbs']:.4g} GB/s)\n")
+    bandwidth = f"{out['bandwidth_gbs']:.4g} GB/s"
+    title = out["device_title"] if bandwidth in out["device_title"] else f"{out['device_title']} ({bandwidth})"
+    print("\n".join(folded(f"{out['model']}, {stored}, on {title}")) + "\n")
     for label, text in rows_of(out):
         print("\n".join(folded(text, f"{label:11}")))
     print()
@@ -56,7 +58,7 @@ def rows_of(out: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "prompt", "unknown, because no peak is published for this device"
     else:
         yield ("prompt", f"{speed(out['prefill_tok_per_s'])} tokens/s, {out['prompt']} tokens in "
-                         f"{out['ttft_ms'] / 1000:.2f} s ({_band(out['prefill_low'], out['prefill_high'])})")
+                         f"{seconds(out['ttft_ms'])} ({_band(out['prefill_low'], out['prefill_high'])})")
     yield from said("estimate", out)
     if out["ceiling_tok_per_s"] is not None:
         sampled = out["effective_gbs"] or out["bandwidth_gbs"]
@@ -90,8 +92,8 @@ def _answers(out: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if out["energy_asked"]:
         yield from energy_rows(out, True)
     if (answer := out["answer"]) and answer["ttft_ms"] is not None:
-        yield ("answer", f"first word after {answer['ttft_ms'] / 1000:.2f} s, then {answer['tpot_ms']:.0f} ms a token; "
-                         f"{answer['tokens']} tokens after {out['prompt']} in {answer['total_ms'] / 1000:.1f} s")
+        yield ("answer", f"first word after {seconds(answer['ttft_ms'])}, then {answer['tpot_ms']:.0f} ms a token; "
+                         f"{answer['tokens']} tokens after {out['prompt']} in {seconds(answer['total_ms'])}")
     if not out["energy_asked"]:
         yield from energy_rows(out, False)
     if out["users"]:

@@ -94,10 +94,12 @@ def _answer(out: dict[str, Any]) -> str:
     from .estimate import short_of
 
     fits = "It fits" if out["fits"] and out["mode"] == "resident" else \
-        "It runs with weights read from storage" if out["fits"] else "It does not fit"
+        "It runs, with weights read from storage" if out["fits"] else "It does not fit"
     wait = "" if out["ttft_ms"] is None else f", first word after {out['ttft_ms'] / 1000:.1f} s"
     needs, limit, _ = short_of(out)
-    said = (f"{fits}: {format_size(needs)} of {format_size(limit)}; {speed(out['decode_tok_per_s'])} tokens/s "
+    needed, there = format_size(needs), format_size(limit)
+    memory = f"{needed} of {there}" if fits == "It fits" else f"{needed} where {there} are free"
+    said = (f"{fits}: {memory}; {speed(out['decode_tok_per_s'])} tokens/s "
             f"({speed(out['low'])} to {speed(out['high'])}){wait}.")
     return f'<p class="answer{"" if out["fits"] else " no"}">{escape(said)}</p>'
 

@@ -94,11 +94,12 @@ def _form(query: Mapping[str, str]) -> str:
     known = devices.profiles()
     device = known.get(query.get("machine", MACHINE))
     machines = sorted(((name, one.title) for name, one in known.items()), key=lambda row: row[1].lower())
-    memory = [("", "smallest"), *((str(gib), f"{gib} GB") for gib in sorted(device.memory_gib))] if device else []
+    usual = device.memory_bytes >> 30 if device else 0
+    memory = [("" if gib == usual else str(gib), f"{gib} GB") for gib in sorted(device.memory_gib)] if device else []
     return ('<form method="get" action="/plan">'
             + _select("model", "Model", query.get("model", MODEL), [(name, name) for name in sorted(sizes.names())])
             + _select("machine", "Device", query.get("machine", MACHINE), machines)
-            + (_select("memory", "Memory", query.get("memory", ""), memory) if len(memory) > 2 else "")
+            + (_select("memory", "Memory", query.get("memory", ""), memory) if len(memory) > 1 else "")
             + _select("weights", "Weights", query.get("weights", "q4"), [(name, name) for name in WEIGHT_TYPES])
             + _select("kv", "KV cache", query.get("kv", "int8"), [(name, name) for name in KV_TYPES])
             + _select("storage", "Storage", query.get("storage", ""),

@@ -142,7 +142,8 @@ def print_devices(out: dict[str, Any]) -> None:
     first = rows[0]
     print("\n".join(folded(
         f"The least memory is {first['memory_bytes'] / 2**30:g} GB: {first['title']} runs {first['model']} as "
-        f"{first['weights']} at {speed(first['decode_tok_per_s'])} tokens/s.")) + "\n")
+        f"{first['weights']} at {speed(first['decode_tok_per_s'])} tokens/s ({first['program']} on the "
+        f"{first['unit'].upper()}).")) + "\n")
     table = [("device", "GB", "model", "type", "tokens/s", "80 % band")]
     for row in rows[: 2 * MAX_ROWS]:
         table.append((row["device"], f"{row['memory_bytes'] / 2**30:g}", row["model"], row["weights"],
