@@ -13,8 +13,9 @@ from edgeinfer.base.units import round_up
 from .lowering import Lowering, Node
 from .weights import KINDS, Stored
 
-READ_AROUND = 64 << 10
-"""Bytes that Linux maps around a page of a file that is read."""
+READ_AROUND = 2 << 20
+"""Most bytes that Linux maps around a page of a file that is read: 64 KiB, or more where it keeps larger pieces, as of
+a file that was just written (all 65 MB of a table after 256 tokens)."""
 _PANEL = 16
 """Rows to which packed matrices of floats are padded."""
 
