@@ -14,17 +14,19 @@ import pytest
 from edgeinfer import estimate, plan, recommend, registry
 from edgeinfer.base.units import format_size
 from edgeinfer.cli.commands.plan import planned_here
+from edgeinfer.cli.reports import prediction
 from edgeinfer.cli.reports.comparison import compared
 from edgeinfer.cli.reports.estimate_object import estimate_object
 from edgeinfer.cli.reports.on_gpu import Cards
 from edgeinfer.cli.reports.plan_device import planned_on
 from edgeinfer.cli.reports.recommendation import best
 from edgeinfer.config import DEFAULT_DRAFT_TOKENS, MAX_KLD, Recipe, RuntimeConfig
-from edgeinfer.devices import DeviceProfile, chosen, load_profile
+from edgeinfer.devices import DeviceProfile, chosen, gpu_profile, load_profile
 from edgeinfer.graph import builtin_shapes
 from edgeinfer.models import sizes
 from edgeinfer.models.describe import describe
 from tests.helpers.command_line import edgeinfer, environment
+from tests.helpers.sessions import write_model
 
 CTX, MIB = 4096, 1 << 20
 CARDS = ("rtx 4060", "rtx 4070", "rtx 4090", "a100 80gb", "h200", "rx 7900 xtx")
@@ -214,6 +216,15 @@ def test_programs_get_the_same_answers() -> None:
     for found in recommend("rtx4070", min_speed=30)[:3]:
         name, weights = asked(found.model, found.weights)
         assert plan(name, "rtx4070", weights=weights).device_bytes == pytest.approx(found.total_bytes, abs=MIB)
+
+
+def test_a_run_is_predicted_as_it_was_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prediction, "gpu_here", lambda: gpu_profile("NVIDIA H200"))
+    path = write_model(tmp_path / "model", weights="q6")
+    predictor = prediction.make_predictor(path, RuntimeConfig(kv="f16", ctx=64, recipe=Recipe(())), 1, "", 0, "cuda")
+    planned = edgeinfer("plan", path, "--machine", "h200", "-c", 64, "--json").json
+    assert predictor and predictor.decode(64)["t_per_s"] == pytest.approx(planned["estimate"]["decode_tok_per_s"])
+    assert predictor.traffic.weight_bytes > 1.2 * describe(path).bytes_per_token
 
 
 def test_a_comparison_lowers_nothing_and_imports_no_numba() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from edgeinfer.graph import build_graph, read_config
 from edgeinfer.models.file_types import mixed_types, types_of_file
 from edgeinfer.quant import WeightType
 from tests.helpers.checkpoints import make_checkpoint, tiny_config
+from tests.helpers.command_line import environment
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2,
          "head_dim": 32}
@@ -36,6 +39,14 @@ def test_rows_of_other_lengths_have_the_types_of_llama_quantize() -> None:
     graph = build_graph(config, types_of_file("Q4_K_M", 2, False, values=True))
     assert {graph.types[name].dtype for name in ("layers.0.o", "layers.0.gate_up")} == {"q5"}
     assert graph.types["layers.1.down"] == WeightType.of("int8", 32)
+
+
+def test_of_types_that_equally_many_matrices_have_the_first_names_the_file() -> None:
+    """Rows of 1152 are no whole blocks of Q6_K, so half of the matrices are int8; sets have another order each time."""
+    code = "from edgeinfer.models.describe import describe; print(describe('gemma-3-1b Q6_K').quantisation.weights)"
+    said = {subprocess.run([sys.executable, "-c", code], env={**environment(), "PYTHONHASHSEED": str(seed)}, check=True,
+                           capture_output=True, text=True).stdout.strip() for seed in range(5)}
+    assert said == {"int8"}
 
 
 def test_a_checkpoint_is_converted_so(tmp_path: Path) -> None:
