@@ -12,7 +12,8 @@ import pytest
 from tests.helpers.command_line import ROOT, edgeinfer, relative_cost
 
 PAGE = ROOT / "docs" / "how-to" / "before-you-buy.md"
-ROWS = re.findall(r"^\| ([^|]+\?) \| `edgeinfer ([^`]+)` \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+ALL = re.findall(r"^\| ([^|]+\?) \| `edgeinfer ([^`]+)`", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+ROWS, ASKED = ALL[:15], ALL[15:]
 ANSWERS = {
     "Does it fit?": r"^It fits: .* of .*tok/s",
     "How fast is it?": r"decode +\d+ tokens/s .*\(\d+(\.\d)? to \d+\)",
@@ -30,6 +31,17 @@ ANSWERS = {
     "What is the limit there, and why?": r"limits +memory is the limit in decoding, arithmetic is in a prompt of 512",
     "Is another program faster there?": r"decode +\d+\.\d tokens/s .*, llama\.cpp on the GPU \(Metal\)",
 }
+ON_FORUMS = (
+    r"^It fits, with \d+ experts in memory: ", r"^\w+ is the most exact that fits GeForce RTX 4060: ",
+    r"^It fits: .* of the GPU's 12\.88 GB; ",
+    r"answer +first word after \d{3} s, then \d+ ms a token; 500 tokens after",
+    r"^lfm2\S+ as \w+: 1\d\.\d tokens/s in ", r"tokens/s in .* the largest for code on GeForce RTX 5090",
+    r"^The least memory is \d+ GB: ", r"16 users +\d+\.\d tokens/s each, \d+\.\d together",
+    r"decode +\d+\.\d tokens/s ", r"DDR4-3200 \(51\.2 GB/s\) decode +[67]\.\d tokens/s",
+    r"96 GB/s decode +1\d\.\d tokens/s", r"tokens/s in .* the largest for chat on phone with 8 cores and 51 GB/s",
+    r"decode +(1[6-9]|2[0-4])\.\d tokens/s .*, llama\.cpp on the GPU",
+)
+"""Answers to the questions of the second table."""
 IMPORTED = "import sys; from edgeinfer.cli.app import execute; execute(sys.argv[1:]); " \
            "print(*(m for m in ('numba', 'llvmlite', 'asyncio', 'numpy') if m in sys.modules), file=sys.stderr)"
 
@@ -46,6 +58,13 @@ def test_the_answer_is_in_the_first_three_lines(question: str, command: str) -> 
     first = [line for line in lines if line][:3] if lines[1:2] == [""] else lines[:3]  # below the title
     assert re.search(ANSWERS[question], " ".join(" ".join(first).split())), first
     assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize(("row", "answer"), [*zip(ASKED, ON_FORUMS, strict=True)])
+def test_questions_as_people_ask_them_are_answered(row: tuple[str, str], answer: str) -> None:
+    done = edgeinfer(*shlex.split(row[1]))
+    first = " ".join(" ".join([line for line in done.out.splitlines() if line][:4]).split())
+    assert done.code == 0 and re.search(answer, first), first or done.err
 
 
 @pytest.mark.timing
