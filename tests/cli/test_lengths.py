@@ -81,3 +81,16 @@ def test_absurd_memory_is_refused_and_little_is_shown(capsys: pytest.CaptureFixt
     print_devices({"devices": [row], "model": "smollm2-135m", "ctx": 512, "min_speed": 5.0})
     shown = capsys.readouterr().out
     assert "The least memory is 0.5 GB: Board runs smollm2-135m" in shown and "board   0.5" in shown
+
+
+def test_memory_for_recurrent_layers_of_a_model_without_them_is_remarked() -> None:
+    said = "--state-memory has no effect, because the model has no recurrent layers."
+    assert said in edgeinfer("plan", *SHAPE, "--state-memory", "1MB", "--json").json["notes"]
+    assert said not in edgeinfer("plan", "lfm2-1.2b", *SHAPE[1:], "--state-memory", "1GiB", "--json").json["notes"]
+
+
+def test_a_variable_for_samples_gives_way_to_questions_about_one_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = edgeinfer("estimate", *SHAPE, "--users", 2, "--json").json
+    monkeypatch.setenv("EDGEINFER_SAMPLES", "4")
+    assert edgeinfer("estimate", *SHAPE, "--json").json["sequences"] == 4
+    assert edgeinfer("estimate", *SHAPE, "--users", 2, "--json").json == plain

@@ -125,7 +125,7 @@ def test_estimates_on_this_machine_have_one_option_more() -> None:
     assert found["here"].uses - found["machine"].uses == {"max_kld"} and found["machine"].uses <= found["here"].uses
 
 
-@pytest.mark.parametrize(("mode", "name"), _cases())
+@pytest.mark.parametrize(("mode", "name"), list(_cases()))
 def test_no_option_is_silent(mode: str, name: str, tmp_path: Path) -> None:
     """It changes the answer or is refused; an option that no mode uses is refused by the name of its flag."""
     command, values = mode.split()[0], OTHERWISE.get((mode, name), VALUES[name])

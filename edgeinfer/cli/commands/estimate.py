@@ -11,7 +11,7 @@ from ...config import CUDA, DEFAULT_DRAFT_TOKENS, Recipe
 from ..lengths import FLAGS, lengths_of
 from ..machines import devices_of, machine_of, named_nodes
 from ..modes import check_mode
-from ..options import NOTHING, Given, takes
+from ..options import NOTHING, SAMPLES, Given, takes
 from ..output import show
 from ..reports import decision
 from ..reports.estimate import chart, print_all_devices, print_estimate
@@ -74,6 +74,8 @@ def estimate(
     check_mode("estimate", "nodes" if nodes is not None else "all" if all_devices else
                "here" if _is_here(given) else "machine", given)
     options.check_request(given, prompt, answer, plot, html)
+    if not given.by_flag(SAMPLES) and (users or draft or speculate == "lookup" or explain):
+        given.n = 1  # of a variable, which gives way to a question about one sequence
     questions = options.questions_of(given, users, answer, goodput, explain, energy, sparsity, rows)
     options.check_drafting(accepted, draft_cost)
     questions = options.with_drafting(replace(questions, plots=html is not None), draft, acceptance, draft_tokens,

@@ -253,6 +253,8 @@ def executor_for(device: str | None, profile: DeviceProfile | None, name: str, s
 def _printed(report: dict[str, Any], given: options.Given) -> int:
     """Print a report and return the exit code."""
     report["notes"] += _cut(report["ctx"], report["model_ctx"], given)
+    if given.by_flag("state_memory") and report["state"] is None:
+        report["notes"].append("--state-memory has no effect, because the model has no recurrent layers.")
     show(report, given.json, print_report)
     return BudgetError.exit_code if report["fits"] is False else 0
 
