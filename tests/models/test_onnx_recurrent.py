@@ -206,20 +206,25 @@ def test_states_cannot_be_cut(bundle: Path) -> None:
         assert difference(opened.decode([sequence], [1])[0], last(opened, [*ids[:7], 1])) < F32
 
 
-def test_recording_a_step_does_not_move_states(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA runs a model three times when it records a graph, the same inputs each time."""
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Graphs that were recorded: CUDA runs a model three times then, with the same inputs each time."""
     monkeypatch.setitem(PROVIDERS, "onnx-cpu", PROVIDERS["onnx-cpu"]._replace(graphs=True))
-    make, recorded = caller._Call.make, set[str]()
+    make, found = caller._Call.make, set[str]()
 
     def recording(self: caller._Call) -> None:
         graph = self.options.get_run_config_entry("gpu_graph_id")
-        if graph not in {*recorded, "-1"}:
-            recorded.add(graph)
+        if graph not in {*found, "-1"}:
+            found.add(graph)
             for _ in range(2):
                 self._run(self._binding, self.options)
         make(self)
 
     monkeypatch.setattr(caller._Call, "make", recording)
+    return found
+
+
+def test_recording_a_step_does_not_move_states(bundle: Path, recorded: set[str]) -> None:
     texts = [tokens(9, seed) for seed in range(3)]
     with runner(bundle) as opened:
         held = [opened.new_sequence() for _ in range(3)]
@@ -231,6 +236,20 @@ def test_recording_a_step_does_not_move_states(bundle: Path, monkeypatch: pytest
                 texts[i].append(i + 1)
                 assert difference(row, last(opened, texts[i])) < F32
         assert len(recorded) == len(opened._calls._steps) == 3
+
+
+def test_a_step_that_was_cancelled_before_it_was_recorded(bundle: Path, recorded: set[str]) -> None:
+    """It is recorded by the next one, with idle slots, too."""
+    with runner(bundle) as opened:
+        cancel, sequence, ids = Cancellation(), opened.new_sequence(), tokens(9)
+        opened.prefill(sequence, ids)
+        cancel.cancel()
+        with pytest.raises(CancelledError):
+            opened.decode([sequence], [1], cancel)
+        assert opened._calls._steps and not recorded
+        for token in (1, 2):
+            ids.append(token)
+            assert difference(opened.decode([sequence], [token])[0], last(opened, ids)) < F32
 
 
 @pytest.mark.parametrize("device", ["onnx-cpu", "cuda"])

@@ -122,6 +122,8 @@ class SlotCalls(Calls):
         self._pool = pool
         self._written: dict[int, int] = {}
         """Tokens of this pass that slots hold already."""
+        self._recorded: set[tuple[int, int]] = set()
+        """Ranges of slots whose step was recorded while all of them were idle."""
 
     def of(self, segments: Items[Segment]) -> Iterator[Call]:
         """Yield single tokens last: states are changed where they are then, when nothing is left to be cancelled."""
@@ -210,8 +212,9 @@ class SlotCalls(Calls):
         if not self.slabs.recurrent:
             yield self._step(inputs, *given)
             return
-        if self.sessions.provider.graphs and (first, count) not in self._steps:
+        if self.sessions.provider.graphs and (first, count) not in self._recorded:
             yield self._step({**inputs, "active": np.zeros(count, np.int32)}, (first, count), [], [], [], bound)
+            self._recorded.add((first, count))  # not where that call was cancelled
         yield self._step(inputs, *given)._replace(changes=tuple(segment.sequence for _, segment, _ in part))
 
     def _step(self, inputs: Inputs, key: tuple[int, int], rows: list[int], targets: list[int],
