@@ -214,7 +214,7 @@ def test_a_bundle_offers_other_weights_too(tmp_path: Path) -> None:
         (["llama-2-7b", "--group-size", "31"], 2, "--group-size is 31; choose one of 32, 64, 128."),
         (["llama-2-7b", "--threads", "0"], 2, "--threads is 0; it must be from 1 to 256."),
         (["llama-2-7b", "--samples", "0"], 2, "--samples is 0; it must be from 1 to 64."),
-        (["lama-2-7b"], 1, "Unknown model 'lama-2-7b'; did you mean 'llama-2-7b'"),
+        (["llma-2-7z"], 1, "Unknown model 'llma-2-7z'; did you mean 'llama-2-7b'"),
         (["llama-2-7b", "--devise", "rpi5"], 2, "There is no option --devise; did you mean --device?"),
     ],
 )
