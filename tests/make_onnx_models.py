@@ -23,16 +23,15 @@ FLAVOURS = {"slots": Flavour(top_k=64), "pages": Flavour(attention="paged", top_
             "genai": Flavour(target="genai")}
 INTRODUCTION = """# Models in ONNX
 
-This page is made from the lowering itself: `python -m tests.make_onnx_models`. [How it works and what was
-measured](../explanation/onnx.md) is another page.
+This page is made from the lowering itself: `python -m tests.make_onnx_models`. [How it works](../explanation/onnx.md)
+and [how exact each architecture is in each type](../measurements/onnx.md) are other pages.
 
 ## Architectures
 
 `slots` is `edgeinfer export` and a run with `--device cuda` or `onnx-cpu`, `pages` a run with `--kv-layout pages`
 (cuda), `genai` is `edgeinfer export --for genai`. An architecture has a yes if all its tiny models of `tests/golden`
 are lowered. Those in `slots` run on onnxruntime's CPU provider with logits within 1e-5 of the NumPy reference (f32;
-Gemma 4's mixture 3e-5, OLMo Hybrid and Qwen3-Next 2e-5), with each type of weights, and choose the 40 greedy tokens of
-edgeinfer's kernels:
+Gemma 4's mixture 3e-5, OLMo Hybrid and Qwen3-Next 2e-5) and choose the 40 greedy tokens of edgeinfer's kernels:
 `python -m pytest --all tests/models/test_onnx_families.py`. `pages` run in ONNX's evaluator with a PagedAttention in
 NumPy: `tests/models/test_onnx_paged.py`.
 
