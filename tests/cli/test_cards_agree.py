@@ -146,6 +146,9 @@ def test_a_token_reads_all_experts() -> None:
     out = Answers("gpt-oss-20b", "q4").estimated("rtx 4090")
     assert out["weight_bytes"] > out["weight_bytes_read"] > 0.9 * out["weight_bytes"]
     assert "Each token is multiplied by the matrices of all 32 experts" in out["remark"]
+    assert out["break_even"] is None  # onnxruntime skips no neurons
+    shown = edgeinfer("estimate", "tinyllama-1.1b", "--machine", "rtx4090").out
+    assert "sparse FFN" not in shown and "skipping" not in shown
 
 
 @pytest.mark.parametrize(("model", "kind"), [("llama-2-13b", "q6"), ("gpt-oss-20b", "q4"), ("deepseek-v2-lite", "q4k")])

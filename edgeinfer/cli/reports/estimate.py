@@ -128,6 +128,8 @@ def remarks_of(out: dict[str, Any]) -> Iterator[str]:
             yield said[0].upper() + said[1:]
         yield neurons_line(out["neurons"])
         return
+    if out["device_bytes"]:  # onnxruntime skips no neurons
+        return
     point = out["break_even"]
     if point is None:
         yield ("Whether skipping neurons pays off here is not known, because scattered reads were not measured "

@@ -57,7 +57,8 @@ JSON_FIELDS = {
         "beside a card, and `run_kv` its type of the KV cache",
         "contexts": "per context `depth`, `decode_tok_per_s`, `low`, `high`",
         "break_even": "sparse FFN: `row_bytes`, `efficiency`, `sparsity` from which on it is faster, and by sparsity "
-        "`smallest_row_bytes` and `relative_time`; null where scattered reads are not known",
+        "`smallest_row_bytes` and `relative_time`; null where scattered reads are not known, "
+        "and on cards, where onnxruntime skips no neurons",
         "neurons": neurons.FIELD,
         "answer": "with -n: `tokens`, `ttft_ms`, `tpot_ms` in the middle of the answer, `total_ms` = TTFT + "
         "TPOT (n - 1); else null",
