@@ -84,7 +84,7 @@ class Runner(Caching, abc.ABC):
             The pass does not fit: too many tokens, sequences or rows, a full context, no KV block left, an id outside
             the vocabulary, a sequence twice, or parents that form no tree.
         CancelledError
-            It was cancelled. The sequences are as before.
+            It was cancelled. The sequences are as before; on a device one whose recurrent state has gone on is empty.
 
         Notes
         -----
