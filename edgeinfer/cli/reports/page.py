@@ -30,6 +30,7 @@ select, input, button { font: inherit; padding: .3rem .5rem; color: var(--text);
 input { width: 7rem; } button { align-self: end; font-size: .8rem; }
 table { border-collapse: collapse; width: 100%; margin: 1rem 0; font-size: .9rem; }
 th, td { text-align: left; vertical-align: top; padding: .25rem .75rem .25rem 0; border-bottom: 1px solid var(--line); }
+th { white-space: nowrap; }
 figure { display: inline-block; width: min(100%, 29rem); margin: .5rem .25rem; vertical-align: top; }
 figcaption { font-size: .9rem; font-weight: 600; } svg { width: 100%; height: auto; font-size: 12px; }
 .grid { stroke: var(--line); } .tick, .name { fill: var(--text); } .tick { fill: var(--quiet); }
