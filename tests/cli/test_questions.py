@@ -27,7 +27,7 @@ ANSWERS = {
     "Does a draft model pay?": r"draft +pays: \d+\.\d tokens/s instead of \d+\.\d with llama-3\.2-1b",
     "Does skipping neurons pay?": r"skipping +pays: \d\.\d tokens/s with 80% zeros",
     "Do two machines help?": r"^m4 alone is the fastest: .* Splitting the layers gives \d\.\d, 0\.\d+ x m4 alone",
-    "What does a token cost in energy?": r"energy +\d\.\d J a token \(\d\.\d to \d\.\d\), 0\.\d+ Wh for 1000",
+    "What does a token cost in energy?": r"energy +\d\.\d J a token \(.*\), 0\.\d+ Wh .* at 315 of 450 W \(the card\)",
     "What is the limit there, and why?": r"limits +memory is the limit in decoding, arithmetic is in a prompt of 512",
     "Is another program faster there?": r"decode +\d+\.\d tokens/s .*, llama\.cpp on the GPU \(Metal\)",
 }

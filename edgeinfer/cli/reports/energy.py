@@ -57,7 +57,7 @@ def energy_rows(out: dict[str, Any], asked: bool) -> Iterator[tuple[str, str]]:
     whole = "" if found["total_wh"] is None else f"; {out['answer']['tokens']} tokens after {out['prompt']} take " \
         f"{found['total_wh']:.2g} Wh"
     yield "energy", (f"{found['joules_per_token']:.2g} J a token ({found['low']:.2g} to {found['high']:.2g}), "
-                     f"{found['wh_per_1000_tokens']:.2g} Wh for 1000{whole}; {found['decoding_watts']:.3g} of "
-                     f"{found['watts']:.3g} W, {found['of']}")
+                     f"{found['wh_per_1000_tokens']:.2g} Wh for 1000{whole}; at {found['decoding_watts']:.3g} of "
+                     f"{found['watts']:.3g} W ({found['of']})")
     if asked:
         yield "", found["source"]
