@@ -47,8 +47,8 @@ def test_figures_of_types(kind: str) -> None:
     index, storage = STORED[kind]
     case = onnx_models.run(LOWERED[7 * index % len(LOWERED)], storage, index)
     print(case)
-    assert max(case.f32, case.reference, case.genai_f32) < 3e-5
-    assert max(case.f16, case.genai_f16) <= max(5e-3, 4 * case.rounding)
+    assert max(case.f32, case.genai_f32) < 5e-5
+    assert max(case.f16, case.genai_f16) <= max(5e-3, 2.5 * case.rounding)
     assert case.greedy == "" and case.genai_greedy in ("", "not run")
 
 
@@ -61,7 +61,8 @@ def test_a_text_that_is_another_is_shown() -> None:
 
 
 @pytest.mark.slow
-def test_the_tables_are_written_and_continued(tmp_path: Path) -> None:
+def test_the_tables_are_written_and_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onnx_models, "is_lowered", lambda name: name != "bamba")
     given = ["--families", "mpt", "bamba", "--types", "q4:32", "f16", "--results", str(tmp_path / "r.jsonl"),
              "--output", str(tmp_path / "page.md")]
     for _ in range(2):
