@@ -16,6 +16,9 @@ from .weights import KINDS, Stored
 READ_AROUND = 2 << 20
 """Most bytes that Linux maps around a page of a file that is read: 64 KiB, or more where it keeps larger pieces, as of
 a file that was just written (all 65 MB of a table after 256 tokens)."""
+NODE_BYTES, INITIALIZER_BYTES = 6_000, 11_000
+"""Bytes that describe an operator, and a tensor besides its values, with the package onnx that lowered them (5.5 and
+10.4 kB measured; 3.2 and 12.9 in later runs)."""
 _PANEL = 16
 """Rows to which packed matrices of floats are padded."""
 
@@ -33,6 +36,8 @@ class CpuMemory(NamedTuple):
     """Beyond all of the above while the model is opened: matrices in f16 become f32 before they are packed."""
     summed: int
     """Most values of a token in a product that is the sum of two, but for logits."""
+    described: int
+    """Descriptions of operators and tensors, which is much of a model with many small layers."""
 
     @classmethod
     def of(cls, graph: Lowering) -> CpuMemory:
@@ -57,7 +62,8 @@ class CpuMemory(NamedTuple):
         parts = {node.outputs[0]: int(node.attributes["N"]) for node in graph.nodes if node.kind == "MatMulNBits"}
         sums = {parts.get(node.inputs[0], 0) for node in graph.nodes if node.kind == "Add"}
         summed = max(sums - {graph.graph.config.vocab_size}, default=0)
-        return cls(mapped, tuple(rows), packed, 2 * max(dense), summed)
+        described = NODE_BYTES * len(graph.nodes) + INITIALIZER_BYTES * len(graph.stored)
+        return cls(mapped, tuple(rows), packed, 2 * max(dense), summed, described)
 
     def read(self, positions: int) -> int:
         """Return the bytes of the file that stay mapped when so many tokens were read."""

@@ -199,7 +199,8 @@ class DevicePlanner:
         copy = self._written_out(request, provider)
         own = self.lower(request)
         arena = arena_bytes(c, own, request, provider, self.positions(request)) + copy
-        if (cpu := own.cpu) and provider.device == ONNX_CPU:
+        cpu = own.cpu if provider.device == ONNX_CPU else None
+        if cpu:
             arena = max(arena + round(2 * ARENA_SHARE * 4 * request.tokens * cpu.summed), cpu.opening)
         yield Region("arena", arena, f"activations of {request.tokens} tokens, at most"
                      + (f", and a matrix as f16 for its matmul ({format_size(copy)})" if copy else ""), here)
@@ -210,7 +211,9 @@ class DevicePlanner:
         if cuda:
             yield from self._cuda(request, len(sizes), kv)
         yield Region("logits", 2 * request.outputs * c.vocab_size * 4, f"2 x {request.outputs} x {c.vocab_size} values")
-        yield Region("onnxruntime", self.provider.library_bytes, "its libraries", "reserve")
+        more = cpu.described if cpu else 0
+        yield Region("onnxruntime", self.provider.library_bytes + more, "its libraries"
+                     + (f", and {format_size(more)} that describe operators" if more else ""), "reserve")
         yield Region("python", PROGRAM_BYTES + VOCABULARY_RESERVE_BYTES * c.vocab_size,
                      f"interpreter, libraries, tokenizer of {c.vocab_size}", "reserve")
 
