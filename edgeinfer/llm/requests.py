@@ -103,7 +103,8 @@ class Requests(Prompts):
             raise RequestError("The model is split between processes, which give no embeddings and no access to its "
                                "layers; open it without split.")
         if not isinstance(self.runner, Session):
-            raise RequestError(f"The model is run by {self.runner.isa}, not by our own kernels; use runner instead.")
+            raise RequestError(f"The model is run by {self.runner.isa}, which gives no embeddings and no access to its "
+                               "layers; open it with device cpu.")
         return self.runner
 
     def state(self) -> State:
