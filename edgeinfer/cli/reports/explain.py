@@ -59,11 +59,11 @@ def explained(model: ModelDescription, profile: DeviceProfile, traffic: Traffic,
     constants = devices.constants_for(profile, traffic)
     parts: Parts = dict(card.sizes.parts) if card else _parts(model)
     position = card.position_bytes if card else model.kv_bytes_per_position[kv]
-    others = () if card else (other for other in ("int8", "f16") if other != kv)  # the card's program has one type
+    other = None if card else "f16" if kv == "int8" else "int8"  # onnxruntime has one type on a card
     found = [*_by_hand(model, profile, ctx), *_bytes(model, traffic, parts, position, kv, ctx, prompt),
              *_decode(profile, traffic, constants, ctx), *_prompt(profile, traffic, constants, prompt),
              *_limits(parts, profile, traffic, constants, prompt),
-             *_techniques(model, profile, traffic, constants, next(iter(others), None), ctx)]
+             *_techniques(model, profile, traffic, constants, other, ctx)]
     return [asdict(line) for line in found]
 
 

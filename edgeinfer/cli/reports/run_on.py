@@ -70,7 +70,7 @@ class Run(NamedTuple):
 
 
 def run_on(model: ModelDescription, profile: DeviceProfile, ctx: int, kv: str, asked: RuntimeConfig, sequences: int,
-            cards: Cards | None) -> Run:
+           cards: Cards | None) -> Run:
     """Return the run that `plan` plans for a device."""
     from edgeinfer.memory_planner import RESIDENT, to_request
 
@@ -88,8 +88,8 @@ def run_on(model: ModelDescription, profile: DeviceProfile, ctx: int, kv: str, a
     traffic = within and stored_traffic(model, within, profile, kv)
     total = (within or plan).total_bytes
     return Run(model, profile, kv, total, plan.total_bytes, within.mode if within else REFUSED,
-                windows_object(plan), traffic or model.traffic(kv), traffic is not None or within is None,
-                found.refused if found else "", within, asked.budget_bytes)
+               windows_object(plan), traffic or model.traffic(kv), traffic is not None or within is None,
+               found.refused if found else "", within, asked.budget_bytes)
 
 
 def memory_of_users(run: Run, on: Callable[[int], tuple[ModelDescription, Executor] | None] | None, ctx: int,

@@ -93,7 +93,7 @@ def users_object(steps: MixedSteps, step_ms: StepMs, users: int | None, prompt: 
 
 
 def _around(users: int) -> list[int]:
-    """Return numbers of users of a plot, up to twice these at least."""
+    """Return the numbers of users in a plot: powers of two up to twice these users, at least 8, and these."""
     powers = [2**n for n in range(7)]
     return sorted({users, *(n for n in powers if n <= max(8, 2 * users))})
 
