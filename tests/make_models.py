@@ -126,7 +126,7 @@ LIMITS = """
 * Experts of MoE models are stored in tiles only: `--ffn-layout neuron` applies to FFNs that process every token, with a
   gate or without (OPT), with a normed output or without (Gemma 2, 3, 4, OLMo 2). `sparsify` requires layers of one
   size, which Gemma 4's E2B does not have.
-* ONNX export and `--device cuda` refuse models with recurrent layers; [the table](onnx-models.md) has all others.
+* ONNX export and `--device cuda` have [all architectures](onnx-models.md), models with recurrent layers in slots only.
 * The first layer that predicts further tokens drafts in Qwen3.5 and 3.6, Qwen3-Next, GLM-4.5 to 4.7 and DeepSeek-V3
   (`--speculate mtp`), with the model's own embedding and output head. Those of Nemotron 3 are left out, with a message.
 * Nemotron-H's time steps are bounded by `time_step_limit`, as in the published code and in llama.cpp. transformers

@@ -1,7 +1,8 @@
-"""Runs by onnxruntime that lack memory, and lowered models that are another version's."""
+"""Runs by onnxruntime that lack memory, lowered models that are another version's, and its telemetry."""
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from edgeinfer.backends.onnx import stored
 from edgeinfer.errors import EdgeInferError, UsageError
+from tests.helpers.command_line import PYTHON, environment
 from tests.helpers.sessions import tokens, write_model
 from tests.models.test_onnx_runner import runner
 
@@ -76,3 +78,13 @@ def test_a_lowered_model_of_another_version_is_left_alone(tmp_path: Path, monkey
     (own / stored.MODEL).unlink()
     with runner(path) as opened:
         opened.prefill(opened.new_sequence(), tokens(5))
+
+
+@pytest.mark.slow
+def test_onnxruntime_keeps_no_number_of_the_machine(tmp_path: Path) -> None:
+    """Its telemetry, which sends events from 1.32 on, writes one below the user's cache as soon as a session opens."""
+    variables = environment(XDG_CACHE_HOME=str(tmp_path / "user"), HOME=str(tmp_path))
+    variables.pop("ORT_DISABLE_TELEMETRY", None)
+    subprocess.run([*PYTHON, "run", "demo", "Once", "-n", "1", "--device", "onnx-cpu"], env=variables, check=True,
+                   capture_output=True)
+    assert not [path for path in tmp_path.rglob("*") if "Microsoft" in path.name]

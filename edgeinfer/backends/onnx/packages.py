@@ -6,6 +6,7 @@ runs.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -20,6 +21,8 @@ LEAST = (1, 29)
 MIN_PYTHON = (3, 11)
 _ERRORS = 3
 """Level of its log: the CUDA provider warns of plugins at every opening, and of a setting that has no successor."""
+TELEMETRY_OFF = "ORT_DISABLE_TELEMETRY"
+"""Variable of onnxruntime, from 1.32 on: else its builds by Microsoft keep a number of the machine and send events."""
 
 
 def installed(name: str) -> str:
@@ -60,8 +63,12 @@ def check_wheels() -> str:
 
 
 def import_onnxruntime() -> Any:
-    """Import onnxruntime, whose own log then has errors alone; raises as `check_wheels`."""
+    """Import onnxruntime without its telemetry, and with errors alone in its own log; raises as `check_wheels`.
+
+    Whoever has set the variable of telemetry, or imported onnxruntime before, has decided about telemetry.
+    """
     check_wheels()
+    os.environ.setdefault(TELEMETRY_OFF, "1")
     import onnxruntime
 
     onnxruntime.set_default_logger_severity(_ERRORS)
