@@ -83,7 +83,7 @@ def bytes_per_token(runner: Runner, case: Case) -> float:
         passes = case.tokens if case.kind == GENERATE else math.ceil(case.tokens / runner.config.prefill_chunk)
         request, depth = runner.plan.request, case.depth + case.tokens / 2
         kv = runner.plan.region("kv").nbytes / (request.sequences * request.ctx) * depth
-        return passes * (runner.plan.region("weights").nbytes + kv) / case.tokens
+        return passes * ((runner.lowered_bytes or runner.plan.region("weights").nbytes) + kv) / case.tokens
     return math.fsum(instruction_bytes(runner, case, instruction)
                      for instruction in runner.program.instructions) / case.tokens
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from functools import cached_property
 from itertools import groupby
@@ -46,11 +47,11 @@ class Graph:
         nbytes, operations = defaultdict[str, float](float), defaultdict[str, float](float)
         for op in self.ops:
             matrices = [read for read in op.reads(self.types) if len(read.weight.shape) > 1]
-            whole = sum(parameters(read.weight) for read in matrices)
+            whole = sum(math.prod(read.weight.shape) for read in matrices)
             for read in matrices:
                 dtype = self.types[read.weight.name].dtype
                 nbytes[dtype] += read.token
-                operations[dtype] += op.operations() * parameters(read.weight) / whole
+                operations[dtype] += op.operations() * math.prod(read.weight.shape) / whole
         total = max(sum(nbytes.values()), 1.0), max(sum(operations.values()), 1.0)
         return tuple((dtype, nbytes[dtype] / total[0], operations[dtype] / total[1]) for dtype in sorted(nbytes))
 

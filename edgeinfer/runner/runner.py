@@ -39,9 +39,10 @@ class Runner(Caching, abc.ABC):
     isa: str = ""
     """Instruction set of the kernels, or the name of another executor."""
     bundle: Bundle
-    """The opened bundle."""
     device: str = CPU
     """Entry of `config.DEVICES` that runs the model."""
+    lowered_bytes: int = 0
+    """Bytes of weights that a token reads where a device runs another form of the model than the bundle."""
     sparse: SparseNeurons | None = None
     """Execution of FFNs stored neuron by neuron, for models that have them."""
     budget_bytes: int = 0
@@ -113,7 +114,6 @@ class Runner(Caching, abc.ABC):
 
     def checkpoint(self, sequence: Sequence) -> None:
         """Make sure, where that is cheap, that the sequence can be cut to its present length later (`rollback`)."""
-        return
 
     def rollback(self, sequence: Sequence, n_tokens: int, cancel: Cancellation | None = None) -> None:
         """Go back to the first n tokens: forget those after them, and run over them again where they cannot be kept.

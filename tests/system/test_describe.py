@@ -132,7 +132,7 @@ def test_of_a_model_on_the_hub_only_the_config_is_fetched(tmp_path: Path) -> Non
 def test_damaged_and_missing_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name, sentence in [
-        ("lama-2-7b", "Unknown model 'lama-2-7b'; did you mean 'llama-2-7b'"),
+        ("lama-2-70", "Unknown model 'lama-2-70'; did you mean 'llama-2-70b'"),
         ("zzz", r"Unknown model 'zzz'\. Give a GGUF file, .* shape such as llama-2-7b; 'edgeinfer plan --list' lists"),
     ]:
         with pytest.raises(ModelNotFoundError, match=sentence):

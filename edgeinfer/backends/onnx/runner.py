@@ -93,6 +93,7 @@ class OnnxRunner(Runner):
         sequences = self.plan.request.sequences  # fewer slots than requested
         self.config = replace(resolve(config, self.model), max_sequences=sequences)
         self.block_tokens = planner.positions(self.plan.request)
+        self.lowered_bytes = planner.lower(self.plan.request).read
         self._turn = threading.RLock()
         self._free = gpu_free_bytes() if self.plan.device_bytes else 0
         kv = self.config.kv
