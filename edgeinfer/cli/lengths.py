@@ -19,7 +19,7 @@ TOKENS = integer(1, MAX_TOKENS, f"from 1 to {MAX_TOKENS} tokens")
 
 
 class Words(NamedTuple):
-    """Names of the lengths, as whoever gives them knows them."""
+    """Names by which messages call the lengths: options, arguments in Python, or fields of the page."""
 
     ctx: str
     prompt: str
